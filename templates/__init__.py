@@ -1,0 +1,4 @@
+"""Placeholder docstring."""
+
+if __name__ != "deepinfer_compile.templates":
+    raise ImportError("import deepinfer_compile.templates; 'templates' at the repository root is the same package by another name")
