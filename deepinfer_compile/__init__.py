@@ -1,0 +1,1 @@
+"""Compile a PyTorch language model into a bundle of serving programs."""

@@ -1,0 +1,132 @@
+"""torch.export as the tracer: one functional ATen graph of a packed-token function, weights as named inputs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from deepinfer_compile.errors import CompileError, DynamicRangeLost, UnsupportedConstruct
+from deepinfer_compile.program import WeightRef
+
+EXAMPLE_TOKENS = 12
+EXAMPLE_ROWS = 3
+MAX_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A flat graph whose placeholders are `inputs` (user inputs in order) and `weights` (by placeholder name)."""
+
+    gm: GraphModule
+    inputs: tuple[str, ...]
+    weights: dict[str, WeightRef]
+
+
+def export_packed(
+    function: nn.Module, examples: dict[str, Tensor], dynamic: dict[str, Any], names: dict[str, str]
+) -> Exported:
+    """Trace `function(**examples)`; dims named in `dynamic` stay symbolic.
+
+    `names` maps a tensor's attribute path to the name it has in checkpoints (tied tensors share one). Raises UnsupportedConstruct with the user's
+    line where the model's code cannot be expressed as a graph.
+    """
+    quiet = logging.getLogger("torch.export")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)
+    try:
+        with torch.no_grad():
+            program = torch.export.export(
+                function, (), kwargs=examples, dynamic_shapes=dynamic, strict=False
+            ).run_decompositions({})
+    except CompileError:
+        raise
+    except Exception as err:  # torch.export raises many unrelated types; all of them mean that capture failed
+        raise UnsupportedConstruct(construct=_first_line(err), fix=_advice(err), where=_user_line(err)) from err
+    finally:
+        quiet.setLevel(level)
+    exported = _as_inputs(program, names)
+    _check_dynamic(exported, dynamic)
+    return exported
+
+
+def _as_inputs(program: Any, names: dict[str, str]) -> Exported:
+    """Rebuild the exported graph with every lifted parameter, buffer and constant as a named weight placeholder."""
+    sig = program.graph_signature
+    if sig.buffers_to_mutate:
+        raise UnsupportedConstruct(
+            construct=f"the model writes to its buffers {sorted(sig.buffers_to_mutate.values())} in forward",
+            fix="state between calls must be a cache input; models that keep state in buffers cannot be packed",
+        )
+    lifted = {**sig.inputs_to_parameters, **sig.inputs_to_buffers, **sig.inputs_to_lifted_tensor_constants}
+    persistent = set(sig.inputs_to_parameters.values()) | (
+        set(sig.inputs_to_buffers.values()) - set(getattr(sig, "non_persistent_buffers", ()))
+    )
+    values = {**program.state_dict, **program.constants}
+    graph, env = Graph(), {}
+    weights: dict[str, WeightRef] = {}
+    inputs: list[str] = []
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in lifted:
+            full = lifted[node.name]
+            held = values[full]
+            name = names.get(full, full)
+            if not node.users:
+                continue
+            new = graph.placeholder(node.name)
+            new.meta = dict(node.meta)
+            new.meta["weight"] = name
+            env[node] = new
+            keep = None if full in persistent else held.detach()
+            weights[new.name] = WeightRef(name, held.dtype, tuple(held.shape), keep)
+        elif node.op == "placeholder":
+            env[node] = graph.placeholder(node.name)
+            env[node].meta = dict(node.meta)
+            inputs.append(node.name)
+        elif node.op == "output":
+            graph.output(tuple(env[o] for o in node.args[0]))
+        else:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            env[node].meta = dict(node.meta)
+    gm = GraphModule(nn.Module(), graph)
+    return Exported(gm, tuple(inputs), weights)
+
+
+def _check_dynamic(exported: Exported, dynamic: dict[str, Any]) -> None:
+    by_name = {n.name: n for n in exported.gm.graph.nodes if n.op == "placeholder"}
+    for name, dims in dynamic.items():
+        for dim in dims or {}:
+            size = by_name[name].meta["val"].shape[dim]
+            if isinstance(size, int):
+                raise DynamicRangeLost(name=name, dim=dim, value=size)
+
+
+def _first_line(err: BaseException) -> str:
+    return f"{type(err).__name__}: {str(err).strip().splitlines()[0] if str(err).strip() else ''}"
+
+
+def _user_line(err: BaseException) -> str:
+    """The last frame that is neither torch's nor ours: the line in the user's model."""
+    trace, place = err.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if "/torch/" not in file and "/deepinfer_compile/" not in file and "contextlib" not in file:
+            place = f"{file}:{trace.tb_lineno} in {trace.tb_frame.f_code.co_name}"
+        trace = trace.tb_next
+    return place
+
+
+def _advice(err: BaseException) -> str:
+    text = f"{type(err).__name__} {err}"
+    if "DataDependent" in text or "unbacked" in text:
+        return "the line depends on tensor values (a loop over hit experts?); use a batched or grouped form there"
+    return "rewrite the named line without Python control flow on tensor values, or report the model"
+
+
+def inputs_of(gm: GraphModule) -> list[Node]:
+    """Placeholders in order."""
+    return [n for n in gm.graph.nodes if n.op == "placeholder"]

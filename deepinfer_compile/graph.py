@@ -1,0 +1,211 @@
+"""Our narrow view of torch.fx: predicates, edits that keep shapes known, and the stable text form.
+
+Every value in a graph carries `meta["val"]`, a fake tensor (or symbolic integer) that states shape and dtype. Edits made
+through `Editor` compute it for new nodes by running the op on the operands' fake values, so that no pass can create
+a node of unknown shape. `to_text` is for people and golden files; `graphjson` is the form that loads.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+
+DTYPE_NAMES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+def value(node: Node) -> Any:
+    """The fake value of a node: FakeTensor, SymInt, number, or a tuple of them."""
+    return node.meta.get("val")
+
+
+def tensor(node: Node) -> Tensor:
+    """The fake tensor of a node that is known to be one."""
+    val = value(node)
+    if not isinstance(val, Tensor):
+        raise TypeError(f"node {node.name} holds {type(val).__name__}, not a tensor")
+    return val
+
+
+def is_op(node: object, *targets: object) -> bool:
+    """Whether `node` is a call of one of the given overloads or functions."""
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def target_name(node: Node) -> str:
+    """Short name of what a node calls: aten.linear, deepinfer.rope, getitem, or the block's name."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        name = str(target)
+        return name[: -len(".default")] if name.endswith(".default") else name
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """Argument `name` of a call by its schema, wherever it was passed; the schema's default if it was not."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    if name in node.kwargs:
+        return node.kwargs[name]
+    for i, arg in enumerate(schema.arguments):
+        if arg.name == name:
+            if i < len(node.args):
+                return node.args[i]
+            return arg.default_value if arg.has_default_value() else default
+    return default
+
+
+def strip(node: Any, *targets: object) -> Any:
+    """Walk up through unary calls of the given targets (views, casts) to what they were applied to."""
+    while is_op(node, *targets):
+        node = node.args[0]
+    return node
+
+
+def only_user(node: Node) -> Node | None:
+    """The single user of a node, or None if there are none or several."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def fake_mode_of(graph: Graph) -> FakeTensorMode:
+    """The fake tensor mode that the graph's values belong to."""
+    for node in graph.nodes:
+        val = value(node)
+        for v in val if isinstance(val, (tuple, list)) else (val,):
+            if isinstance(v, FakeTensor):
+                return v.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def evaluate(target: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
+    """What `target` gives on the fake values of the given node arguments."""
+    fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), value)
+    with mode, torch.no_grad():
+        return target(*fake_args, **fake_kwargs)
+
+
+class Editor:
+    """Insert nodes at one place of a graph; each gets its fake value and the provenance of the node it replaces."""
+
+    def __init__(self, graph: Graph, anchor: Node) -> None:
+        self.graph = graph
+        self.anchor = anchor
+        self.mode = fake_mode_of(graph)
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+        """Insert `target(*args, **kwargs)` before the anchor."""
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = evaluate(target, args, kwargs, self.mode)
+        for key in ("nn_module_stack", "stack_trace", "from_node"):
+            if key in self.anchor.meta:
+                node.meta[key] = self.anchor.meta[key]
+        return node
+
+    def item(self, node: Node, index: int) -> Node:
+        """Insert `node[index]` for a call that returns a tuple."""
+        return self.call(operator.getitem, node, index)
+
+    def replace(self, old: Node, new: Node) -> None:
+        """Give all uses of `old` to `new`. Dead nodes go when the pass ends."""
+        old.replace_all_uses_with(new)
+
+
+def copy_module(gm: GraphModule) -> GraphModule:
+    """A copy with its own graph and metadata dictionaries; fake values and submodules are shared."""
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        env[node].meta = dict(node.meta)
+    new = GraphModule(gm, graph)
+    new.meta = dict(gm.meta)
+    return new
+
+
+def remove_dead(graph: Graph) -> int:
+    """Remove nodes nobody reads, keeping inputs and every call that writes to an operand. Returns how many went."""
+    removed = 0
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op in ("placeholder", "output") or writes(node):
+            continue
+        graph.erase_node(node)
+        removed += 1
+    return removed
+
+
+def writes(node: Node) -> bool:
+    """Whether a call writes to one of its operands."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+@contextmanager
+def editing(gm: GraphModule) -> Iterator[Graph]:
+    """Edit the graph of `gm`; afterwards drop dead nodes and recompile."""
+    yield gm.graph
+    remove_dead(gm.graph)
+    gm.recompile()
+
+
+def shape_text(val: Any) -> str:
+    """`f32[1, s0, 64]` for a tensor, the expression for a symbolic number, a list for a tuple."""
+    if isinstance(val, Tensor):
+        dims = ", ".join(str(d) for d in val.shape)
+        return f"{DTYPE_NAMES.get(val.dtype, str(val.dtype))}[{dims}]"
+    if isinstance(val, (tuple, list)):
+        return "(" + ", ".join(shape_text(v) for v in val) + ")"
+    return "int" if isinstance(val, torch.SymInt) else type(val).__name__
+
+
+def _argument_text(arg: Any) -> str:
+    if isinstance(arg, Node):
+        return f"%{arg.name}"
+    if isinstance(arg, (list, tuple)):
+        return "[" + ", ".join(_argument_text(a) for a in arg) + "]"
+    if isinstance(arg, torch.dtype):
+        return DTYPE_NAMES.get(arg, str(arg))
+    return repr(arg)
+
+
+def node_text(node: Node) -> str:
+    """One line of graph text."""
+    if node.op == "placeholder":
+        role = f"  # {node.meta['weight']}" if "weight" in node.meta else ""
+        return f"%{node.name}: {shape_text(value(node))} = input{role}"
+    args = [_argument_text(a) for a in node.args] + [f"{k}={_argument_text(v)}" for k, v in node.kwargs.items()]
+    if node.op == "output":
+        return f"return {_argument_text(node.args[0])}"
+    return f"%{node.name}: {shape_text(value(node))} = {target_name(node)}({', '.join(args)})"
+
+
+def to_text(gm: GraphModule) -> str:
+    """The graph as stable text, one node a line: equal graphs print equally."""
+    return "\n".join(node_text(n) for n in gm.graph.nodes) + "\n"
+
+
+def place_of(node: Node) -> str:
+    """Where in the user's model a node comes from: module path and source line, as far as known."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
+    lines = [t.strip() for t in trace if t.strip().startswith("File ")]
+    return ", ".join(x for x in (str(path), lines[-1] if lines else "") if x) or node.name

@@ -1,0 +1,31 @@
+"""The dialect `deepinfer::*`: the operations that passes raise to and kernels implement. One file a family."""
+
+from deepinfer_compile.ops.activation import GATED_ACT
+from deepinfer_compile.ops.attention import ATTENTION, CACHED_ATTENTION, MERGE_ATTENTION
+from deepinfer_compile.ops.latent import CACHED_LATENT_ATTENTION, LATENT_ATTENTION
+from deepinfer_compile.ops.moe import EXPERTS, ROUTE
+from deepinfer_compile.ops.norm import ADD_RMS_NORM, RMS_NORM
+from deepinfer_compile.ops.project import OUTPUT_PROJECTION
+from deepinfer_compile.ops.registry import NAMESPACE, OPS, Op, Work, find
+from deepinfer_compile.ops.rope import COMPLEX_ROPE_TABLE, ROPE
+
+__all__ = [
+    "ADD_RMS_NORM",
+    "ATTENTION",
+    "CACHED_ATTENTION",
+    "CACHED_LATENT_ATTENTION",
+    "COMPLEX_ROPE_TABLE",
+    "EXPERTS",
+    "GATED_ACT",
+    "LATENT_ATTENTION",
+    "MERGE_ATTENTION",
+    "NAMESPACE",
+    "OPS",
+    "OUTPUT_PROJECTION",
+    "RMS_NORM",
+    "ROPE",
+    "ROUTE",
+    "Op",
+    "Work",
+    "find",
+]

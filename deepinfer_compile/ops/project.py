@@ -1,0 +1,24 @@
+"""The output projection: only the rows whose logits are wanted reach the vocabulary matrix."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepinfer_compile.ops.registry import Work, define, size_bytes
+
+
+def _output_projection(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x.index_select(-2, rows), weight, bias)
+
+
+OUTPUT_PROJECTION = define(
+    "output_projection(Tensor x, Tensor rows, Tensor weight, Tensor? bias) -> Tensor",
+    reference=_output_projection,
+    fake=lambda x, rows, weight, bias: x.new_empty(*x.shape[:-2], rows.shape[0], weight.shape[0]),
+    work=lambda x, rows, weight, bias: Work(
+        2 * rows.shape[0] * weight.shape[0] * weight.shape[1], size_bytes(weight, bias)
+    ),
+)
+"""x [..., T, H], rows i64[N], weight [V, H], bias [V] or None -> [..., N, V] in x's dtype."""

@@ -1,0 +1,56 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864) applied to queries or keys, given its tables.
+
+Styles differ in which channels form a pair: `half` pairs channel i with i + D/2, `pair` pairs 2i with 2i + 1,
+`pair_to_half` reads adjacent pairs and writes halves (the first elements of all pairs, then the second ones).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deepinfer_compile.ops.registry import Work, define, size_bytes
+
+STYLES = ("half", "pair", "pair_to_half")
+
+
+def _rope(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    if style not in STYLES:
+        raise ValueError(f"rotary styles are {STYLES}, not {style!r}")
+    half = x.shape[-1] // 2
+    first, second = (x[..., :half], x[..., half:]) if style == "half" else (x[..., 0::2], x[..., 1::2])
+    wide = cos.shape[-1] == x.shape[-1]
+    c1, s1 = (cos[..., :half], sin[..., :half]) if wide else (cos, sin)
+    c2, s2 = (cos[..., half:], sin[..., half:]) if wide else (cos, sin)
+    a = first * c1 - second * s1
+    b = second * c2 + first * s2
+    if style == "pair":
+        return torch.stack([a, b], -1).flatten(-2).to(x.dtype)
+    return torch.cat([a, b], -1).to(x.dtype)
+
+
+ROPE = define(
+    "rope(Tensor x, Tensor cos, Tensor sin, str style) -> Tensor",
+    reference=_rope,
+    fake=lambda x, cos, sin, style: torch.empty_like(x, memory_format=torch.contiguous_format),
+    work=lambda x, cos, sin, style: Work(3 * x.numel(), 2 * size_bytes(x) + size_bytes(cos, sin)),
+)
+"""x [..., T, D], cos and sin broadcastable to [..., T, D] (both halves given) or [..., T, D / 2] -> x's shape and
+dtype; the products are formed in the wider dtype of x and the tables."""
+
+
+def _complex_rope_table(table: Tensor) -> tuple[Tensor, Tensor]:
+    parts = torch.view_as_real(table)
+    return parts[..., 0].contiguous(), parts[..., 1].contiguous()
+
+
+COMPLEX_ROPE_TABLE = define(
+    "complex_rope_table(Tensor table) -> (Tensor, Tensor)",
+    reference=_complex_rope_table,
+    fake=lambda table: (
+        torch.empty(table.shape, dtype=table.real.dtype, device=table.device),
+        torch.empty(table.shape, dtype=table.real.dtype, device=table.device),
+    ),
+    work=lambda table: Work(0, 2 * size_bytes(table)),
+)
+"""A complex table e^(i t) [..., D / 2] -> (cos, sin), real, in the table's precision."""

@@ -1,0 +1,77 @@
+"""What one model step consumes: packed tokens and where their cache rows live.
+
+The layouts are those of every cached operation (`ops/attention.py`): T tokens of R requests are packed without padding,
+request r owns tokens `query_start[r]:query_start[r + 1]`, and its newest token is at position `seq_len[r] - 1`.
+Cache rows live in pages of `PAGE_SIZE` tokens. Layers that keep the whole context and layers that keep only a window
+have their own page pools, called cache groups, because a window layer gives pages back as the window moves on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+PAGE_SIZE = 64
+"""Tokens in one cache page."""
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers whose cache rows have one lifetime.
+
+    `window` is 0 where the whole context is kept, else the number of newest positions a query may read (its own
+    included). `bytes_per_page` sums over all layers of the group.
+    """
+
+    name: str
+    window: int
+    bytes_per_page: int
+
+
+@dataclass(frozen=True)
+class GroupMeta:
+    """Where the tokens of one step live in one cache group.
+
+    block_table: i32[R, P], the page that holds logical page p of request r, -1 where there is none (past the end, or
+    given back because it left the window). slot: i64[T], page * PAGE_SIZE + offset of each new token, -1 for padding.
+    """
+
+    block_table: Tensor
+    slot: Tensor
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One step of R requests with T packed new tokens.
+
+    input_ids, position_ids: i64[T]. rows: i64[N], indices into the T tokens whose logits are wanted, in order.
+    query_start: i32[R + 1]. seq_len: i32[R], context length including the new tokens. context_hint: i64[T], the length
+    of the longest sequence the request had when its prompt was read (max(prompt length, position + 1)), for rotary
+    forms that depend on length (LongRoPE). groups: one entry per cache group, in the order of `Executor.groups`.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    rows: Tensor
+    query_start: Tensor
+    seq_len: Tensor
+    context_hint: Tensor
+    groups: tuple[GroupMeta, ...]
+
+
+class Executor(Protocol):
+    """Runs the programs of a loaded bundle."""
+
+    groups: tuple[CacheGroup, ...]
+    vocab_size: int
+    max_model_len: int
+
+    def allocate(self, pages: tuple[int, ...]) -> None:
+        """Allocate the caches: `pages[g]` pages for group g. Contents are undefined."""
+        ...
+
+    def step(self, inputs: StepInput) -> Tensor:
+        """Run one step; return logits f32[N, vocab]. Writes the new tokens' cache rows."""
+        ...
