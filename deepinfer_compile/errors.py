@@ -251,6 +251,12 @@ class OutputBusy(CompileError):
     exit_code = 8
 
 
+class OutputFailed(CompileError):
+    what = "writing {path} failed: {reason}"
+    hint = "free disk space, check permissions, or choose another output path; what was at that path is unchanged"
+    exit_code = 8
+
+
 # -- running ----------------------------------------------------------------------------------------------------------
 
 

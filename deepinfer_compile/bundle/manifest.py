@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from deepinfer_compile.bundle import jsonio
 from deepinfer_compile.bundle.files import FileEntry, chunk_count, combined
-from deepinfer_compile.bundle.paths import MAX_ENTRIES, check_paths
+from deepinfer_compile.bundle.paths import MAX_ENTRIES, PathSet
 from deepinfer_compile.bundle.safetensors_io import TORCH_DTYPES
-from deepinfer_compile.errors import BundleCorrupt, BundleVersion
+from deepinfer_compile.errors import BundleCorrupt, BundleVersion, WeightMismatch
 
 FORMAT = "deepinfer-bundle"
 SCHEMA = 1
@@ -122,10 +122,52 @@ def parse_manifest(data: bytes) -> Manifest:
         weights=_weight_source(value["weights"]),
         files=_entries(value["files"], "files", _file_entry),
     )
-    check_paths([MANIFEST, DIGEST, *manifest.files])
+    paths = PathSet()
+    for name in (MANIFEST, DIGEST, *manifest.files):
+        paths.add(name)
     _check_tied(manifest)
     _check_views(manifest.constants)
     return manifest
+
+
+def canonical_names(manifest: Manifest, stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, str]:
+    """Tied name -> the name of its group that is stored, or the first where none is. Raises WeightMismatch."""
+    result: dict[str, str] = {}
+    for group in manifest.tied:
+        kept = [name for name in group if name in stored]
+        if len(kept) > 1:
+            raise WeightMismatch(tensor=kept[1], expected=f"one stored copy, {kept[0]!r}", found="a second one")
+        result.update({name: (kept or group)[0] for name in group})
+    return result
+
+
+def check_constants(manifest: Manifest, stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Compare the constants with the stored tensors, name -> (torch dtype name, shape). Raises WeightMismatch.
+
+    Every stored tensor is a constant of that dtype and shape; in "copy" mode every constant is stored, a view, or tied
+    to a stored one.
+    """
+    constants = manifest.constants
+    for name, (dtype, shape) in stored.items():
+        item = constants.get(name)
+        if item is None or item.of or (item.dtype, item.shape) != (dtype, shape):
+            raise WeightMismatch(tensor=name, expected=describe(item), found=f"stored {dtype}{list(shape)}")
+    canonical = canonical_names(manifest, stored)
+    for name, item in constants.items():
+        main = canonical.get(name, name)
+        if item.of and (main != name or name in stored):
+            raise WeightMismatch(tensor=name, expected="a view", found="a stored or tied tensor")
+        if main not in constants or (item.dtype, item.shape) != (constants[main].dtype, constants[main].shape):
+            raise WeightMismatch(tensor=name, expected=describe(constants.get(main)), found=describe(item))
+        if manifest.weights.mode == "copy" and not item.of and main not in stored:
+            raise WeightMismatch(tensor=name, expected=describe(item), found="no stored tensor")
+
+
+def describe(item: Constant | None) -> str:
+    """A constant in words, for messages."""
+    if item is None:
+        return "nothing (the constants do not name it)"
+    return f"{item.dtype}{list(item.shape)}" + (f" in {item.of!r}" if item.of else "")
 
 
 def _check_version(value: Any) -> None:

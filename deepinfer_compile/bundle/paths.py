@@ -50,22 +50,23 @@ def _reason(entry: str) -> str:
     return ""
 
 
-def check_paths(entries: Iterable[str]) -> None:
-    """Check each path, and that no two are equal without regard to case, nor one a folder of another.
+class PathSet:
+    """Safe paths that do not collide: no two equal without regard to case, none a folder of another."""
 
-    Raises BundlePath.
-    """
-    files: set[str] = set()
-    folders: dict[str, str] = {}
-    for entry in entries:
-        if len(files) == MAX_ENTRIES:
+    def __init__(self) -> None:
+        self._files: set[str] = set()
+        self._folders: dict[str, str] = {}
+
+    def add(self, entry: str) -> None:
+        """Check and add one path. Raises BundlePath."""
+        if len(self._files) == MAX_ENTRIES:
             raise BundlePath(entry=entry, reason=f"a bundle has at most {MAX_ENTRIES} files")
         folded = check_path(entry).casefold()
         above = sorted(parents([entry]))
-        clash = folded in files or folded in folders or any(name.casefold() in files for name in above)
-        if clash or any(folders.setdefault(name.casefold(), name) != name for name in above):
+        clash = folded in self._files or folded in self._folders or any(name.casefold() in self._files for name in above)
+        if clash or any(self._folders.setdefault(name.casefold(), name) != name for name in above):
             raise BundlePath(entry=entry, reason="another entry has the same name, or differs only in case or kind")
-        files.add(folded)
+        self._files.add(folded)
 
 
 def parents(entries: Iterable[str]) -> set[str]:

@@ -1,0 +1,222 @@
+"""The step loop: schedule, run the model, choose tokens, end what has ended.
+
+One thread calls `step` at a time; `add` and `cancel` may be called from any thread at any moment, because they only
+leave a note that the next step takes up. A failing executor leaves the engine as it was before the step.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from deepinfer_compile.errors import BadLogits, BadOption, BadRequest, ContextTooLong
+from deepinfer_compile.runtime.batch import Executor
+from deepinfer_compile.runtime.outputs import FinishReason
+from deepinfer_compile.runtime.pages import Ints, Pages, plan_pages
+from deepinfer_compile.runtime.params import SamplingParams
+from deepinfer_compile.runtime.request import Request, Update
+from deepinfer_compile.runtime.sampling import Sampler, score
+from deepinfer_compile.runtime.scheduler import Batch, Scheduler
+from deepinfer_compile.runtime.stops import TextState
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Sizes of the engine.
+
+    max_num_seqs: requests that run at once. max_num_batched_tokens: most new tokens of one step; longer prompts are
+    read in chunks. memory_bytes: for the caches; None is what max_num_seqs full requests need, at most half of the
+    memory available now. max_model_len: context length, None is the executor's. backtrack: newest tokens that callers
+    of the scheduler may drop again, kept readable in windows.
+
+    Raises BadOption naming the field.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    memory_bytes: int | None = None
+    max_model_len: int | None = None
+    backtrack: int = 0
+
+    def __post_init__(self) -> None:
+        lows = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "memory_bytes": 0, "max_model_len": 2, "backtrack": 0}
+        for name, low in lows.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise BadOption(name=name, value=value, reason=f"it is below {low}", fix=f"use {low} or more")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise BadOption(
+                name="max_num_batched_tokens",
+                value=self.max_num_batched_tokens,
+                reason=f"each of max_num_seqs={self.max_num_seqs} requests needs a token a step",
+                fix="raise it to max_num_seqs, or lower max_num_seqs",
+            )
+
+
+class Engine:
+    """Continuous batching of requests over one executor.
+
+    eos_token_ids end a request unless it ignores them. Raises OutOfMemory when not even one request of max_model_len
+    tokens fits into the caches, BadOption when max_model_len exceeds what the executor was built for.
+    """
+
+    def __init__(
+        self, executor: Executor, options: EngineOptions | None = None, *, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        options = options or EngineOptions()
+        built = executor.max_model_len
+        self.max_model_len = built if options.max_model_len is None else options.max_model_len
+        if self.max_model_len > built:
+            reason = f"the programs were built for {built}"
+            raise BadOption(name="max_model_len", value=self.max_model_len, reason=reason, fix=f"use at most {built}")
+        seats, chunk = options.max_num_seqs, min(options.max_num_batched_tokens, self.max_model_len)
+        counts = plan_pages(
+            executor.groups,
+            seats=seats,
+            max_model_len=self.max_model_len,
+            chunk=chunk,
+            backtrack=options.backtrack,
+            memory_bytes=options.memory_bytes,
+        )
+        pages = Pages(
+            executor.groups, counts, seats=seats, max_model_len=self.max_model_len, backtrack=options.backtrack
+        )
+        self.scheduler = Scheduler(
+            pages, max_num_seqs=seats, max_num_batched_tokens=options.max_num_batched_tokens
+        )
+        self._executor = executor
+        self._sampler = Sampler(seats)
+        self._eos = frozenset(int(token) for token in eos_token_ids)
+        self._alive: dict[str, Request] = {}
+        self._arrived: deque[Request] = deque()
+        self._cancelled: deque[str] = deque()
+        executor.allocate(counts)
+
+    @property
+    def alive(self) -> int:
+        """Requests that have not ended."""
+        return len(self._alive) + len(self._arrived)
+
+    @property
+    def pages_used(self) -> tuple[int, ...]:
+        """Cache pages in use, a number per cache group."""
+        return self.scheduler.pages.used
+
+    def make(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        text: TextState | None = None,
+        streaming: bool = False,
+    ) -> Request:
+        """Check a request without queueing it.
+
+        Raises BadRequest for an empty prompt or ids outside the vocabulary, ContextTooLong for a prompt that leaves no
+        room for a token (or for min_tokens). A max_tokens beyond the context length ends at it with reason "length".
+        """
+        self._check(request_id, prompt, params)
+        room = self.max_model_len - len(prompt)
+        needed = max(1, params.min_tokens)
+        if room < needed:
+            total, limit = len(prompt) + needed, self.max_model_len
+            raise ContextTooLong(request=request_id, needed=total, limit=limit, built=self._executor.max_model_len)
+        eos = frozenset[int]() if params.ignore_eos else self._eos
+        return Request(
+            id=request_id,
+            prompt=np.array(prompt, dtype=np.int64),
+            params=params,
+            limit=room if params.max_tokens is None else min(params.max_tokens, room),
+            end_ids=eos | frozenset(params.stop_ids),
+            eos_ids=eos,
+            seed=(secrets.randbits(64) if params.seed is None else params.seed) % 2**64,
+            text=text,
+            streaming=streaming,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queue a request made by `make`. From any thread."""
+        self._arrived.append(request)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request with reason "abort" at the next `step` or `reap`; unknown or ended ones are ignored.
+
+        From any thread.
+        """
+        self._cancelled.append(request_id)
+
+    def reap(self) -> list[Update]:
+        """Take up arrivals and cancellations without running the model; return what was cancelled."""
+        while self._arrived:
+            request = self._arrived.popleft()
+            self._alive[request.id] = request
+            self.scheduler.add(request)
+        updates: list[Update] = []
+        while self._cancelled:
+            found = self._alive.get(self._cancelled.popleft())
+            if found is not None:
+                updates.append(self._end(found, "abort"))
+        return updates
+
+    def step(self) -> list[Update]:
+        """Run one step; return an Update for each request that ended and each streaming one that advanced.
+
+        A request whose logits have no finite maximum ends with `error` set; the others go on.
+        """
+        updates = self.reap()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return updates
+        batch = self.scheduler.batch(plan)
+        logits = self._executor.step(batch.inputs)
+        self.scheduler.advance(plan)
+        self._score_prompts(batch, logits)
+        if len(batch.sampled):
+            updates += self._sample(batch, logits)
+        return updates
+
+    def _check(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        vocab = self._executor.vocab_size
+        if not len(prompt):
+            fix = "give at least one token"
+            raise BadRequest(request=request_id, reason="the prompt is empty", fix=fix)
+        for name, ids in (("prompt", prompt), ("stop_token_ids", params.stop_ids)):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab:
+                wrong = next(token for token in ids if not 0 <= token < vocab)
+                fix = "use the tokenizer of this model"
+                reason = f"{name} holds {wrong}, the vocabulary has {vocab} ids"
+                raise BadRequest(request=request_id, reason=reason, fix=fix)
+
+    def _score_prompts(self, batch: Batch, logits: Tensor) -> None:
+        """Fill prompt_logprobs from the rows of this step."""
+        for seat, rows in batch.scored:
+            request = self.scheduler.request(seat)
+            first = request.unscored + 1
+            tokens = request.prompt[first : first + len(rows)]
+            request.prompt_logprobs += score(logits, rows, tokens, request.params.prompt_logprobs or 0)
+
+    def _sample(self, batch: Batch, logits: Tensor) -> list[Update]:
+        """Choose a token for each request that is due one."""
+        requests = [self.scheduler.request(seat) for seat in batch.sampled.tolist()]
+        for request in requests:
+            if request.sampler_seat != request.seat:
+                self._sampler.join(request)
+        index = np.array([len(request.output_ids) for request in requests])
+        rows = batch.sampled_rows
+        if len(rows) != len(logits):
+            logits = logits.index_select(0, _tensor(rows, logits))
+        tokens = self._sampler.sample(logits, batch.sampled, index)
+        self.scheduler.append(batch.sampled, tokens)
+        self._score_outputs(requests, tokens, logits)
+        updates = []
+        for request, token in zip(requests, tokens.tolist()):
+            update = self._take(request, token)
+            if update is not None:
+                updates.append(update)
+        return updates

@@ -1,0 +1,78 @@
+"""One running completion: what was asked, what came out so far, and why it ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer_compile.errors import CompileError
+from deepinfer_compile.runtime.outputs import FinishReason
+from deepinfer_compile.runtime.params import SamplingParams
+from deepinfer_compile.runtime.stops import TextState
+
+
+class Scored(NamedTuple):
+    """A token under the model's own distribution, and the most likely tokens beside it, best first."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Update(NamedTuple):
+    """What a step did to a request: its output is now `tokens` ids and `characters` of showable text long."""
+
+    request: Request
+    tokens: int
+    characters: int
+    finished: bool
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """A completion on its way through the engine.
+
+    prompt: i64[length]. limit: most output tokens. end_ids: tokens that end it, eos_ids those of them that mean end of
+    text. seed: 64 bits. streaming: an Update is wanted for every step, not only the last. sink: where the owner
+    collects its updates. seat: its row in the tables while it runs, else -1. error: set when the model failed it.
+    """
+
+    id: str
+    prompt: NDArray[np.int64]
+    params: SamplingParams
+    limit: int
+    end_ids: frozenset[int]
+    eos_ids: frozenset[int]
+    seed: int
+    text: TextState | None = None
+    streaming: bool = False
+    sink: deque[Update] = field(default_factory=deque)
+    seat: int = -1
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[Scored] = field(default_factory=list)
+    prompt_logprobs: list[Scored] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: CompileError | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens known: prompt and output."""
+        return len(self.prompt) + len(self.output_ids)
+
+    @property
+    def unscored(self) -> int:
+        """The first prompt position whose logits are still wanted for prompt_logprobs (prompt end if none is)."""
+        wanted = self.params.prompt_logprobs is not None
+        return len(self.prompt_logprobs) if wanted else len(self.prompt) - 1
+
+    def update(self) -> Update:
+        """The present state as an Update."""
+        characters = self.text.visible if self.text else 0
+        return Update(self, len(self.output_ids), characters, self.finish_reason is not None)

@@ -1,0 +1,262 @@
+"""Which requests run in the next step, and with how many tokens.
+
+First come, first served. Running requests go first, in order of arrival, each with all tokens its cache lacks (one
+while it generates, a chunk while its prompt is read) as far as the token budget goes; then waiting ones are admitted.
+When pages run out, the youngest running request loses its pages and its place and later reads prompt and output again;
+a request takes pages only from younger ones, and waits if there is none. So the oldest always advances, and since
+every accepted request fits into the caches alone, all of them end.
+
+The state of running requests is kept as arrays with one entry a seat, so that a step costs array operations and not a
+loop over requests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from deepinfer_compile.runtime.batch import PAGE_SIZE, GroupMeta, StepInput
+from deepinfer_compile.runtime.pages import Ints, Pages, pages_for
+from deepinfer_compile.runtime.request import Request
+
+SCORING_TOKENS = 256
+"""Most prompt tokens of requests with prompt_logprobs in one step: each needs a row of logits over the vocabulary."""
+
+
+class Plan(NamedTuple):
+    """The requests of one step: their seats, in order of arrival, and how many new tokens each has (at least 1)."""
+
+    seats: Ints
+    count: Ints
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's input and who its logits belong to.
+
+    inputs: for the executor. sampled: seats that get a new token; sampled_rows: their rows of the logits.
+    scored: (seat, rows of the logits) where prompt_logprobs are wanted.
+    """
+
+    inputs: StepInput
+    sampled: Ints
+    sampled_rows: Ints
+    scored: list[tuple[int, Ints]]
+
+
+class Scheduler:
+    """Queue, seats and pages of all unfinished requests."""
+
+    def __init__(self, pages: Pages, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.pages = pages
+        self.waiting: deque[Request] = deque()
+        self.preemptions = 0
+        self._budget = max_num_batched_tokens
+        self._seated: list[Request | None] = [None] * max_num_seqs
+        self._free = list(range(max_num_seqs - 1, -1, -1))
+        self._running = np.zeros(0, dtype=np.int64)
+        self._feed: dict[int, Ints] = {}
+        self._length = np.zeros(max_num_seqs, dtype=np.int64)
+        self._done = np.zeros(max_num_seqs, dtype=np.int64)
+        self._prompt = np.zeros(max_num_seqs, dtype=np.int64)
+        self._newest = np.zeros(max_num_seqs, dtype=np.int64)
+        self._scoring = np.zeros(max_num_seqs, dtype=bool)
+
+    @property
+    def running(self) -> int:
+        """Requests with a seat."""
+        return len(self._running)
+
+    def request(self, seat: int) -> Request:
+        """The request on a seat."""
+        found = self._seated[seat]
+        if found is None:
+            raise LookupError(f"seat {seat} is empty")
+        return found
+
+    def add(self, request: Request) -> None:
+        """Queue a request that fits into the caches when it is alone."""
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, wherever it is, and free what it holds."""
+        if request.seat < 0:
+            self.waiting.remove(request)
+            return
+        self._vacate(request)
+
+    def schedule(self) -> Plan | None:
+        """Choose the next step and give its requests pages; None when there is no request.
+
+        Tables are final after this call; `advance` must follow when the step has run.
+        """
+        seats = self._running
+        count = self._grant(seats)
+        self.pages.trim(seats, self._done[seats])
+        tight = not self.pages.try_grow(seats, self._done[seats] + count)
+        if tight:
+            count = self._squeeze(seats, count)
+        kept = count > 0
+        seats, count = seats[kept], count[kept]
+        if self.waiting and not tight:
+            seats, count = self._admit(seats, count)
+        return Plan(seats, count) if len(seats) else None
+
+    def advance(self, plan: Plan) -> None:
+        """Note that the cache rows of a plan are written."""
+        self._done[plan.seats] += plan.count
+        for seat in [seat for seat, feed in self._feed.items() if self._done[seat] == len(feed)]:
+            del self._feed[seat]
+            self._scoring[seat] = False
+
+    def append(self, seats: Ints, tokens: Ints) -> None:
+        """Note the new token of each seat."""
+        self._newest[seats] = tokens
+        self._length[seats] += 1
+
+    def batch(self, plan: Plan) -> Batch:
+        """The executor's input for a plan (before `advance`)."""
+        seats, count = plan
+        start = self._done[seats]
+        ends = np.cumsum(count)
+        begins = ends - count
+        total = int(ends[-1])
+        seat = np.repeat(seats, count)
+        position = np.arange(total) + np.repeat(start - begins, count)
+        wanted = np.zeros(total, dtype=bool)
+        finishing = start + count == self._length[seats]
+        wanted[ends[finishing] - 1] = True
+        scored = self._scored(plan, begins, wanted)
+        rows = np.flatnonzero(wanted)
+        inputs = StepInput(
+            input_ids=torch.from_numpy(self._ids(plan, begins, total)),
+            position_ids=torch.from_numpy(position),
+            rows=torch.from_numpy(rows),
+            query_start=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
+            seq_len=torch.from_numpy((start + count).astype(np.int32)),
+            context_hint=torch.from_numpy(np.maximum(self._prompt[seat], position + 1)),
+            groups=self._metas(seats, int((start + count).max()), seat, position),
+        )
+        return Batch(
+            inputs=inputs,
+            sampled=seats[finishing],
+            sampled_rows=np.searchsorted(rows, ends[finishing] - 1),
+            scored=[(owner, np.searchsorted(rows, tokens)) for owner, tokens in scored],
+        )
+
+    def _grant(self, seats: Ints) -> Ints:
+        """Tokens for each running seat under the budgets, earlier seats first."""
+        want = self._length[seats] - self._done[seats]
+        scoring = self._scoring[seats]
+        if scoring.any():
+            want = np.where(scoring, _share(np.where(scoring, want, 0), SCORING_TOKENS), want)
+        return _share(want, self._budget)
+
+    def _squeeze(self, seats: Ints, count: Ints) -> Ints:
+        """Give pages out one by one, oldest first, taking them from the youngest when they run out."""
+        count = count.copy()
+        youngest = len(seats) - 1
+        for i in range(len(seats)):
+            if i > youngest:
+                count[i:] = 0
+                break
+            one = slice(i, i + 1)
+            until = self._done[seats[one]] + count[one]
+            while not self.pages.try_grow(seats[one], until):
+                if youngest == i:
+                    count[i] = 0
+                    break
+                self._preempt(self.request(int(seats[youngest])))
+                youngest -= 1
+        return count
+
+    def _admit(self, seats: Ints, count: Ints) -> tuple[Ints, Ints]:
+        """Seat waiting requests while seats, budget and pages last; return the extended plan."""
+        budget = self._budget - int(count.sum())
+        scoring = SCORING_TOKENS - int(count[self._scoring[seats]].sum())
+        new: list[int] = []
+        grants: list[int] = []
+        while self.waiting and self._free:
+            request = self.waiting[0]
+            scores = request.unscored < len(request.prompt) - 1
+            chunk = min(request.length, budget, scoring if scores else budget)
+            if chunk <= 0 or not self.pages.admits(request.length, chunk):
+                break
+            seat = self._take_seat(self.waiting.popleft(), scores)
+            if not self.pages.try_grow(np.array([seat]), np.array([chunk])):
+                raise AssertionError("pages that were free are gone")
+            budget -= chunk
+            scoring -= chunk if scores else 0
+            new.append(seat)
+            grants.append(chunk)
+        if not new:
+            return seats, count
+        self._running = np.concatenate((self._running, new)).astype(np.int64)
+        return np.concatenate((seats, new)).astype(np.int64), np.concatenate((count, grants)).astype(np.int64)
+
+    def _take_seat(self, request: Request, scores: bool) -> int:
+        seat = request.seat = self._free.pop()
+        self._seated[seat] = request
+        self._feed[seat] = np.concatenate((request.prompt, np.array(request.output_ids, dtype=np.int64)))
+        self._length[seat] = request.length
+        self._done[seat] = 0
+        self._prompt[seat] = len(request.prompt)
+        self._scoring[seat] = scores
+        return seat
+
+    def _vacate(self, request: Request) -> None:
+        seat, request.seat = request.seat, -1
+        self.pages.clear(seat)
+        self._seated[seat] = None
+        self._feed.pop(seat, None)
+        self._free.append(seat)
+        self._running = self._running[self._running != seat]
+
+    def _preempt(self, request: Request) -> None:
+        self._vacate(request)
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+
+    def _ids(self, plan: Plan, begins: Ints, total: int) -> Ints:
+        """Packed input ids; a seat whose fed tokens are all written continues with its newest token."""
+        ids = np.empty(total, dtype=np.int64)
+        ids[begins] = self._newest[plan.seats]
+        for seat, begin, count in zip(plan.seats, begins, plan.count) if self._feed else ():
+            feed = self._feed.get(int(seat))
+            if feed is not None:
+                done = int(self._done[seat])
+                ids[begin : begin + count] = feed[done : done + count]
+        return ids
+
+    def _scored(self, plan: Plan, begins: Ints, wanted: NDArray[np.bool_]) -> list[tuple[int, Ints]]:
+        """Mark the tokens whose logits score a prompt token; return them by seat."""
+        found: list[tuple[int, Ints]] = []
+        for i in np.flatnonzero(self._scoring[plan.seats]):
+            seat = int(plan.seats[i])
+            request, done = self.request(seat), int(self._done[seat])
+            start = max(done, request.unscored)
+            stop = min(done + int(plan.count[i]), len(request.prompt) - 1)
+            if start < stop:
+                tokens = np.arange(start, stop) - done + begins[i]
+                wanted[tokens] = True
+                found.append((seat, tokens))
+        return found
+
+    def _metas(self, seats: Ints, longest: int, seat: Ints, position: Ints) -> tuple[GroupMeta, ...]:
+        page, offset = position // PAGE_SIZE, position % PAGE_SIZE
+        width = pages_for(longest)
+        metas = []
+        for group in self.pages.groups:
+            slot = group.table[seat, page].astype(np.int64) * PAGE_SIZE + offset
+            metas.append(GroupMeta(torch.from_numpy(group.table[seats, :width]), torch.from_numpy(slot)))
+        return tuple(metas)
+
+
+def _share(want: Ints, budget: int) -> Ints:
+    """Hand out a budget from the front."""
+    return np.clip(budget - np.cumsum(want) + want, 0, want)

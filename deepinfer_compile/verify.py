@@ -1,0 +1,168 @@
+"""What holds of every graph between passes: one generator a rule, each yielding problems in words.
+
+The rules run after every pass on every graph that it changed. They know nothing of the pass.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from deepinfer_compile.errors import GraphInvalid
+from deepinfer_compile.facts import Fact
+from deepinfer_compile.graph import evaluate, fake_mode_of, node_text, shape_text, value, writes
+from deepinfer_compile.program import Program, output_values
+
+ALLOWED_FUNCTIONS: frozenset[object] = frozenset(
+    {
+        operator.getitem,
+        operator.add,
+        operator.sub,
+        operator.mul,
+        operator.floordiv,
+        operator.mod,
+        operator.neg,
+        torch.sym_max,
+        torch.sym_min,
+        torch.sym_int,
+        torch.sym_float,
+    }
+)
+ALLOWED_NAMESPACES = ("aten", "deepinfer", "deepinfer_cpu", "prims")
+
+
+def rule_lint(gm: GraphModule) -> Iterator[str]:
+    """The graph is well formed: every operand is defined before its use."""
+    try:
+        gm.graph.lint()
+    except RuntimeError as err:
+        yield str(err).splitlines()[0]
+
+
+def rule_targets(gm: GraphModule) -> Iterator[str]:
+    """Every call is an op overload of a known namespace or a plain number function."""
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "output", "call_module"):
+            continue
+        if node.op != "call_function":
+            yield f"{node_text(node)}: {node.op} is not a call of an op"
+        elif node.target not in ALLOWED_FUNCTIONS and getattr(node.target, "namespace", "") not in ALLOWED_NAMESPACES:
+            yield f"{node_text(node)}: target is not in {ALLOWED_NAMESPACES}"
+
+
+def rule_values(gm: GraphModule) -> Iterator[str]:
+    """Every node's recorded shape and dtype is what its op gives on the operands' recorded values."""
+    mode = fake_mode_of(gm.graph)
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            continue
+        if "val" not in node.meta:
+            yield f"{node_text(node)}: no recorded value"
+            continue
+        if node.op != "call_function":
+            continue
+        try:
+            found = evaluate(node.target, node.args, node.kwargs, mode)
+        except (RuntimeError, TypeError, ValueError, IndexError) as err:
+            yield f"{node_text(node)}: does not evaluate: {str(err).splitlines()[0]}"
+            continue
+        if not same(found, value(node)):
+            yield f"{node_text(node)}: records {shape_text(value(node))}, the op gives {shape_text(found)}"
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal structure, dtypes and (symbolic) shapes."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and len(a.shape) == len(b.shape) and all(map(_equal_dim, a.shape, b.shape))
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return isinstance(a, Tensor) == isinstance(b, Tensor)
+
+
+def _equal_dim(a: Any, b: Any) -> bool:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    expr_a, expr_b = (d.node.expr if isinstance(d, torch.SymInt) else d for d in (a, b))
+    return bool(expr_a == expr_b) or bool((expr_a - expr_b).simplify() == 0)
+
+
+GRAPH_RULES: tuple[Callable[[GraphModule], Iterator[str]], ...] = (rule_lint, rule_targets, rule_values)
+
+
+def rule_calls(program: Program) -> Iterator[str]:
+    """Every block call passes what the block takes, and records what the block gives."""
+    for call in program.calls():
+        block = program.blocks.get(str(call.target))
+        if block is None:
+            yield f"skeleton calls block {call.target!r}, which does not exist"
+            continue
+        holes = [n for n in block.graph.nodes if n.op == "placeholder"]
+        if len(holes) != len(call.args):
+            yield f"{call.target}: called with {len(call.args)} values, takes {len(holes)}"
+            continue
+        for hole, arg in zip(holes, call.args):
+            if not isinstance(arg, Node) or not same(value(arg), value(hole)):
+                given = shape_text(value(arg)) if isinstance(arg, Node) else repr(arg)
+                yield f"{call.target}: input {hole.name} takes {shape_text(value(hole))}, is given {given}"
+        given_out = output_values(block)
+        wanted = value(call) if isinstance(value(call), (tuple, list)) else (value(call),)
+        if not same(tuple(given_out), tuple(wanted)):
+            yield f"{call.target}: gives {shape_text(tuple(given_out))}, the skeleton records {shape_text(tuple(wanted))}"
+
+
+def rule_weights(program: Program) -> Iterator[str]:
+    """Weight inputs exist, and their recorded dtype and shape are those of the checkpoint tensor."""
+    holes = {n.name: n for n in program.skeleton.graph.nodes if n.op == "placeholder"}
+    for name, ref in program.weights.items():
+        val = value(holes[name]) if name in holes else None
+        if not isinstance(val, Tensor):
+            yield f"weight {ref.name} has no input {name!r}"
+        elif val.dtype != ref.dtype or tuple(val.shape) != ref.shape:
+            yield f"weight {ref.name} is {ref.dtype} {ref.shape}, its input records {shape_text(val)}"
+
+
+def fact_functional(program: Program) -> Iterator[str]:
+    """Fact.FUNCTIONAL."""
+    for name, gm in program.graphs():
+        yield from (f"{name}: {node_text(n)} writes to an operand" for n in gm.graph.nodes if writes(n))
+
+
+def fact_canonical(program: Program) -> Iterator[str]:
+    """Fact.CANONICAL."""
+    for name, gm in program.graphs():
+        for node in gm.graph.nodes:
+            if "assert" in str(node.target):
+                yield f"{name}: {node_text(node)} is an assertion"
+
+
+def fact_cached(program: Program) -> Iterator[str]:
+    """Fact.CACHED."""
+    for name, gm in program.graphs():
+        for node in gm.graph.nodes:
+            if str(node.target) in ("deepinfer.attention.default", "deepinfer.latent_attention.default"):
+                yield f"{name}: {node_text(node)} reads no cache"
+
+
+FACT_CHECKS: dict[Fact, Callable[[Program], Iterator[str]]] = {
+    Fact.FUNCTIONAL: fact_functional,
+    Fact.CANONICAL: fact_canonical,
+    Fact.CACHED: fact_cached,
+}
+
+
+def verify(program: Program, changed: frozenset[str], pass_name: str) -> None:
+    """Raise GraphInvalid for the first broken rule or held fact. `changed` names the graphs to check in full."""
+    for name, gm in program.graphs():
+        if name not in changed:
+            continue
+        for rule in GRAPH_RULES:
+            for problem in rule(gm):
+                raise GraphInvalid(graph=name, name=pass_name, problem=problem)
+    for check in (rule_calls, rule_weights, *(FACT_CHECKS[f] for f in program.facts if f in FACT_CHECKS)):
+        for problem in check(program):
+            raise GraphInvalid(graph="program", name=pass_name, problem=problem)
