@@ -284,7 +284,19 @@ class NoTokenizer(CompileError):
     exit_code = 9
 
 
+class BadTokenizer(CompileError):
+    what = "the tokenizer {file} cannot be used: {reason}"
+    hint = "{fix}"
+    exit_code = 9
+
+
 class BadChat(CompileError):
     what = "the chat cannot be rendered: {reason}"
     hint = "{fix}"
+    exit_code = 9
+
+
+class BadLogits(CompileError):
+    what = "request {request}: the logits after position {position} have no finite maximum (NaN or infinity)"
+    hint = "load the bundle with check='full' to look for damaged weights; half precision may overflow, build with fp32"
     exit_code = 9

@@ -8,6 +8,7 @@ a node of unknown shape. `to_text` is for people and golden files; `graphjson` i
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -166,13 +167,25 @@ def editing(gm: GraphModule) -> Iterator[Graph]:
     gm.recompile()
 
 
-def shape_text(val: Any) -> str:
-    """`f32[1, s0, 64]` for a tensor, the expression for a symbolic number, a list for a tuple."""
+class SymbolNames:
+    """Names for symbolic sizes by first appearance (d0, d1, ...), so that text does not depend on the tracer."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, str] = {}
+
+    def __call__(self, size: Any) -> str:
+        """The size as text."""
+        return re.sub(r"\b[su]\d+\b", lambda m: self.known.setdefault(m.group(), f"d{len(self.known)}"), str(size))
+
+
+def shape_text(val: Any, names: SymbolNames | None = None) -> str:
+    """`f32[1, d0, 64]` for a tensor, a list for a tuple, the type's name for anything else."""
+    names = names or SymbolNames()
     if isinstance(val, Tensor):
-        dims = ", ".join(str(d) for d in val.shape)
+        dims = ", ".join(names(d) for d in val.shape)
         return f"{DTYPE_NAMES.get(val.dtype, str(val.dtype))}[{dims}]"
     if isinstance(val, (tuple, list)):
-        return "(" + ", ".join(shape_text(v) for v in val) + ")"
+        return "(" + ", ".join(shape_text(v, names) for v in val) + ")"
     return "int" if isinstance(val, torch.SymInt) else type(val).__name__
 
 
@@ -186,20 +199,21 @@ def _argument_text(arg: Any) -> str:
     return repr(arg)
 
 
-def node_text(node: Node) -> str:
+def node_text(node: Node, names: SymbolNames | None = None) -> str:
     """One line of graph text."""
     if node.op == "placeholder":
         role = f"  # {node.meta['weight']}" if "weight" in node.meta else ""
-        return f"%{node.name}: {shape_text(value(node))} = input{role}"
+        return f"%{node.name}: {shape_text(value(node), names)} = input{role}"
     args = [_argument_text(a) for a in node.args] + [f"{k}={_argument_text(v)}" for k, v in node.kwargs.items()]
     if node.op == "output":
         return f"return {_argument_text(node.args[0])}"
-    return f"%{node.name}: {shape_text(value(node))} = {target_name(node)}({', '.join(args)})"
+    return f"%{node.name}: {shape_text(value(node), names)} = {target_name(node)}({', '.join(args)})"
 
 
 def to_text(gm: GraphModule) -> str:
     """The graph as stable text, one node a line: equal graphs print equally."""
-    return "\n".join(node_text(n) for n in gm.graph.nodes) + "\n"
+    names = SymbolNames()
+    return "\n".join(node_text(n, names) for n in gm.graph.nodes) + "\n"
 
 
 def place_of(node: Node) -> str:

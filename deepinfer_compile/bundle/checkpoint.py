@@ -196,7 +196,9 @@ def _refuse_config(config: dict[str, Any]) -> None:
         return
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method not in READABLE_QUANTIZATION:
-        detail = f" {quantization['quant_algo']}" if isinstance(quantization, dict) and "quant_algo" in quantization else ""
+        detail = (
+            f" {quantization['quant_algo']}" if isinstance(quantization, dict) and "quant_algo" in quantization else ""
+        )
         raise UnsupportedWeightFormat(format=f"{method}{detail}", reason="config.json says so in quantization_config")
 
 

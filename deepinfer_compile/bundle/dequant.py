@@ -1,13 +1,14 @@
 """The arithmetic of block-scaled checkpoints: FP8 with a grid of scales, and MXFP4.
 
-Values are computed in float32, where every product is exact (a float8 or float4 value has at most four significant bits
-and an MX scale is a power of two; a float32 scale rounds once), and rounded once into the destination. Work goes in
-strips of rows, so that memory stays near the size of the destination. Scales carry a declared storage order, because
-for a square grid no shape check can tell a transposed one.
+Each value is the float32 product of its number and its scale, cast to the destination: exact for power-of-two scales,
+and the order in which the checkpoints' own loaders round. Work goes in strips of rows, so that memory stays near the
+size of the destination. Scales carry a declared storage order, because for a square grid no shape check can tell a
+transposed one.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -46,25 +47,16 @@ def fp8_block_into(out: Tensor, weight: Tensor, scale: Tensor, block: tuple[int,
     weight: float8 [..., N, K]; scale: as `stored_grid_shape`, or one value where the grid is one value. Raises
     WeightMismatch naming `name` when a shape or the order in memory is not the declared one.
     """
-    grid = _as_grid(weight, scale, block, layout, name)
-    rows, columns = weight.shape[-2:]
-    if weight.numel() == 0:
-        return
-    weights = weight.reshape(-1, rows, columns)
-    grids = grid.reshape(-1, *grid.shape[-2:])
-    outs = out.view(-1, rows, columns) if out.is_contiguous() else out.reshape(-1, rows, columns)
-    shared = outs.data_ptr() == out.data_ptr()
-    column_of = torch.arange(columns) // block[1]
-    for part, lo, hi in _strips(len(weights), rows, columns):
-        row_of = torch.arange(lo, hi) // block[0]
-        factors = grids[part][row_of][:, column_of]
-        outs[part, lo:hi].copy_(weights[part, lo:hi].to(torch.float32).mul_(factors))
-    if not shared:
-        out.copy_(outs.view(out.shape))
+    grid = scale_grid(weight, scale, block, layout, name)
+    column_of = torch.arange(weight.shape[-1], device=grid.device) // block[1]
+    for to, numbers, factors in zip(_matrices(out), _matrices(weight), _matrices(grid), strict=True):
+        for lo, hi in _strips(*numbers.shape):
+            row_of = torch.arange(lo, hi, device=grid.device) // block[0]
+            to[lo:hi].copy_(numbers[lo:hi].to(torch.float32).mul_(factors[row_of][:, column_of]))
 
 
-def _as_grid(weight: Tensor, scale: Tensor, block: tuple[int, int], layout: str, name: str) -> Tensor:
-    """The scales as float32 [..., N / bn, K / bk], whatever their order in memory."""
+def scale_grid(weight: Tensor, scale: Tensor, block: tuple[int, int], layout: str, name: str) -> Tensor:
+    """The scales as float32 [..., N / bn, K / bk]. Raises WeightMismatch when their order in memory is not `layout`."""
     if not weight.is_contiguous():
         raise WeightMismatch(tensor=name, expected="row-major blocks", found=f"strides {tuple(weight.stride())}")
     shape = tuple(weight.shape)
@@ -90,27 +82,28 @@ def mxfp4_into(out: Tensor, blocks: Tensor, scales: Tensor, name: str) -> None:
     blocks: u8 or i8 [..., G, 16] or [..., G * 16]; scales: u8 or float8_e8m0fnu [..., G]; out: [..., G * 32], any
     floating dtype. Raises WeightMismatch naming `name`.
     """
-    groups = scales.shape[-1] if scales.dim() else 0
+    groups = scales.shape[-1]
     if out.shape != (*scales.shape[:-1], groups * MX_GROUP) or blocks.numel() * 2 != out.numel():
         found = f"blocks {list(blocks.shape)}, scales {list(scales.shape)}"
         raise WeightMismatch(tensor=name, expected=f"MXFP4 blocks and scales for {list(out.shape)}", found=found)
-    if out.numel() == 0:
-        return
-    packed = blocks.contiguous().view(torch.uint8).reshape(-1, groups, MX_GROUP // 2)
-    factors = _scale_values(scales.contiguous()).reshape(-1, groups, 1)
-    table = torch.tensor(_E2M1, dtype=torch.float32)
-    outs = out.view(-1, groups * MX_GROUP) if out.is_contiguous() else out.new_empty(len(packed), groups * MX_GROUP)
-    for _, lo, hi in _strips(1, len(packed), groups * MX_GROUP):
-        strip = packed[lo:hi].to(torch.int32)
-        pairs = torch.stack((table[strip & 15], table[strip >> 4]), dim=-1).reshape(hi - lo, groups, MX_GROUP)
-        outs[lo:hi].copy_((pairs * factors[lo:hi]).reshape(hi - lo, -1))
-    if not out.is_contiguous():
-        out.copy_(outs.view(out.shape))
+    table = torch.tensor(_E2M1, dtype=torch.float32, device=blocks.device)
+    packed = blocks.contiguous().view(torch.uint8).reshape(*scales.shape[:-1], groups * MX_GROUP // 2)
+    for to, numbers, factors in zip(_matrices(out), _matrices(packed), _matrices(_scale_values(scales)), strict=True):
+        for lo, hi in _strips(*to.shape):
+            strip = numbers[lo:hi].to(torch.int32)
+            pairs = torch.stack((table[strip & 15], table[strip >> 4]), dim=-1).reshape(hi - lo, groups, MX_GROUP)
+            to[lo:hi].copy_((pairs * factors[lo:hi, :, None]).reshape(hi - lo, groups * MX_GROUP))
 
 
-def _strips(parts: int, rows: int, columns: int) -> Iterator[tuple[int, int, int]]:
-    """(part, first row, end row) in pieces of about `_STRIP` elements."""
+def _matrices(tensor: Tensor) -> Iterator[Tensor]:
+    """Views [N, K] of a tensor [..., N, K], or [1, K] of a vector."""
+    whole = tensor if tensor.dim() > 1 else tensor.unsqueeze(0)
+    for index in itertools.product(*(range(size) for size in whole.shape[:-2])):
+        yield whole[index]
+
+
+def _strips(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """(first row, end row) in pieces of about `_STRIP` elements."""
     step = max(1, _STRIP // max(1, columns))
-    for part in range(parts):
-        for lo in range(0, rows, step):
-            yield part, lo, min(rows, lo + step)
+    for lo in range(0, rows, step):
+        yield lo, min(rows, lo + step)

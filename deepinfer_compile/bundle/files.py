@@ -119,7 +119,9 @@ def read_bytes(path: Path, name: str, size: int) -> bytes:
 
 def verify_files(root: Path, entries: Mapping[str, FileEntry]) -> None:
     """Hash every chunk of every file, in threads. Raises BundleCorrupt naming the first bad file and chunk."""
-    tasks = [(root, name, index, digest) for name, entry in entries.items() for index, digest in enumerate(entry.chunks)]
+    tasks = [
+        (root, name, index, digest) for name, entry in entries.items() for index, digest in enumerate(entry.chunks)
+    ]
     with ThreadPoolExecutor(THREADS) as pool:
         futures = [pool.submit(_verify_chunk, *task) for task in tasks]
         try:

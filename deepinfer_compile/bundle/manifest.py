@@ -137,7 +137,7 @@ def canonical_names(manifest: Manifest, stored: Mapping[str, tuple[str, tuple[in
         kept = [name for name in group if name in stored]
         if len(kept) > 1:
             raise WeightMismatch(tensor=kept[1], expected=f"one stored copy, {kept[0]!r}", found="a second one")
-        result.update({name: (kept or group)[0] for name in group})
+        result.update(dict.fromkeys(group, (kept or group)[0]))
     return result
 
 

@@ -7,6 +7,7 @@ file), so that its storage says what it is.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import sys
@@ -36,6 +37,9 @@ class WeightItem:
     dtype: str
     shape: tuple[int, ...]
     produce: Callable[[], Tensor]
+
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
 
     @staticmethod
     def of(name: str, tensor: Tensor) -> WeightItem:

@@ -63,7 +63,9 @@ class PathSet:
             raise BundlePath(entry=entry, reason=f"a bundle has at most {MAX_ENTRIES} files")
         folded = check_path(entry).casefold()
         above = sorted(parents([entry]))
-        clash = folded in self._files or folded in self._folders or any(name.casefold() in self._files for name in above)
+        clash = (
+            folded in self._files or folded in self._folders or any(name.casefold() in self._files for name in above)
+        )
         if clash or any(self._folders.setdefault(name.casefold(), name) != name for name in above):
             raise BundlePath(entry=entry, reason="another entry has the same name, or differs only in case or kind")
         self._files.add(folded)

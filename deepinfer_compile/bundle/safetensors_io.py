@@ -114,7 +114,8 @@ def read_header(path: Path, name: str = "") -> Header:
         length = int.from_bytes(head, "little")
         if length > min(MAX_HEADER, size - 8):
             raise BadWeightFile(
-                file=shown, reason=f"its header claims {length} bytes; the file has {size} and the limit is {MAX_HEADER}"
+                file=shown,
+                reason=f"its header claims {length} bytes; the file has {size} and the limit is {MAX_HEADER}",
             )
         body = file.read(length)
     return _parse(head + body, size, shown)

@@ -134,18 +134,18 @@ def is_hf(model: nn.Module) -> bool:
 
 
 @contextmanager
-def interfaces(model: Any) -> Iterator[None]:
-    """Switch a model to our interfaces for the time of capture."""
+def interfaces(model: Any, attention: str = IMPLEMENTATION, experts: str = IMPLEMENTATION) -> Iterator[None]:
+    """Switch a model to our interfaces, or to the named stock implementations, for the time of capture."""
     register()
     config = model.config
     before = getattr(config, "_attn_implementation", None), getattr(config, "_experts_implementation", None)
-    gated = [m for m in model.modules() if hasattr(m, "_apply_gate")]
-    has_experts = bool(gated)
+    has_experts = any(hasattr(m, "_apply_gate") for m in model.modules())
+    gated = [m for m in model.modules() if hasattr(m, "_apply_gate")] if experts == IMPLEMENTATION else []
     for module in gated:
         module._deepinfer_gate = gate_form(module)
-    model.set_attn_implementation(IMPLEMENTATION)
+    model.set_attn_implementation(attention)
     if has_experts:
-        model.set_experts_implementation(IMPLEMENTATION)
+        model.set_experts_implementation(experts)
     try:
         yield
     finally:

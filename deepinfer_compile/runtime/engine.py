@@ -1,7 +1,7 @@
 """The step loop: schedule, run the model, choose tokens, end what has ended.
 
-One thread calls `step` at a time; `add` and `cancel` may be called from any thread at any moment, because they only
-leave a note that the next step takes up. A failing executor leaves the engine as it was before the step.
+One thread calls `step` or `reap` at a time; `add` and `cancel` may be called from any thread at any moment, because
+they only leave a note that the next step takes up.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from deepinfer_compile.errors import BadLogits, BadOption, BadRequest, ContextTooLong
@@ -19,7 +20,7 @@ from deepinfer_compile.runtime.batch import Executor
 from deepinfer_compile.runtime.outputs import FinishReason
 from deepinfer_compile.runtime.pages import Ints, Pages, plan_pages
 from deepinfer_compile.runtime.params import SamplingParams
-from deepinfer_compile.runtime.request import Request, Update
+from deepinfer_compile.runtime.request import Request
 from deepinfer_compile.runtime.sampling import Sampler, score
 from deepinfer_compile.runtime.scheduler import Batch, Scheduler
 from deepinfer_compile.runtime.stops import TextState
@@ -86,9 +87,7 @@ class Engine:
         pages = Pages(
             executor.groups, counts, seats=seats, max_model_len=self.max_model_len, backtrack=options.backtrack
         )
-        self.scheduler = Scheduler(
-            pages, max_num_seqs=seats, max_num_batched_tokens=options.max_num_batched_tokens
-        )
+        self.scheduler = Scheduler(pages, max_num_seqs=seats, max_num_batched_tokens=options.max_num_batched_tokens)
         self._executor = executor
         self._sampler = Sampler(seats)
         self._eos = frozenset(int(token) for token in eos_token_ids)
@@ -151,35 +150,42 @@ class Engine:
         """
         self._cancelled.append(request_id)
 
-    def reap(self) -> list[Update]:
-        """Take up arrivals and cancellations without running the model; return what was cancelled."""
+    def reap(self) -> None:
+        """Take up arrivals and cancellations without running the model."""
         while self._arrived:
             request = self._arrived.popleft()
             self._alive[request.id] = request
             self.scheduler.add(request)
-        updates: list[Update] = []
         while self._cancelled:
             found = self._alive.get(self._cancelled.popleft())
             if found is not None:
-                updates.append(self._end(found, "abort"))
-        return updates
+                self._end(found, "abort")
 
-    def step(self) -> list[Update]:
-        """Run one step; return an Update for each request that ended and each streaming one that advanced.
+    def step(self) -> None:
+        """Run one step. Each request that ended, and each streaming one that advanced, gets an Update in its sink.
 
-        A request whose logits have no finite maximum ends with `error` set; the others go on.
+        A request whose logits have no finite maximum ends with `error` set; the others go on. If the step fails or is
+        interrupted, caches and tables are not to be trusted any more, so every request starts over from its tokens.
         """
-        updates = self.reap()
+        try:
+            self._step()
+        except BaseException:
+            self.scheduler.restart(list(self._alive.values()))
+            raise
+
+    def _step(self) -> None:
+        self.reap()
         plan = self.scheduler.schedule()
         if plan is None:
-            return updates
+            return
+        for seat in plan.joined:
+            self._sampler.join(self.scheduler.request(seat))
         batch = self.scheduler.batch(plan)
         logits = self._executor.step(batch.inputs)
         self.scheduler.advance(plan)
         self._score_prompts(batch, logits)
         if len(batch.sampled):
-            updates += self._sample(batch, logits)
-        return updates
+            self._sample(batch, logits)
 
     def _check(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         vocab = self._executor.vocab_size
@@ -201,22 +207,60 @@ class Engine:
             tokens = request.prompt[first : first + len(rows)]
             request.prompt_logprobs += score(logits, rows, tokens, request.params.prompt_logprobs or 0)
 
-    def _sample(self, batch: Batch, logits: Tensor) -> list[Update]:
+    def _sample(self, batch: Batch, logits: Tensor) -> None:
         """Choose a token for each request that is due one."""
         requests = [self.scheduler.request(seat) for seat in batch.sampled.tolist()]
-        for request in requests:
-            if request.sampler_seat != request.seat:
-                self._sampler.join(request)
         index = np.array([len(request.output_ids) for request in requests])
-        rows = batch.sampled_rows
-        if len(rows) != len(logits):
-            logits = logits.index_select(0, _tensor(rows, logits))
+        if len(batch.sampled_rows) != len(logits):
+            logits = logits.index_select(0, torch.from_numpy(batch.sampled_rows).to(logits.device))
         tokens = self._sampler.sample(logits, batch.sampled, index)
         self.scheduler.append(batch.sampled, tokens)
         self._score_outputs(requests, tokens, logits)
-        updates = []
         for request, token in zip(requests, tokens.tolist()):
-            update = self._take(request, token)
-            if update is not None:
-                updates.append(update)
-        return updates
+            self._take(request, token)
+
+    def _score_outputs(self, requests: list[Request], tokens: Ints, logits: Tensor) -> None:
+        """Report log-probabilities; rows that ask for equally many are done together, so that ties fall the same way
+        whatever else is in the batch."""
+        rows: defaultdict[int, list[int]] = defaultdict(list)
+        for row, request in enumerate(requests):
+            if request.params.logprobs is not None and tokens[row] >= 0:
+                rows[request.params.logprobs].append(row)
+        for top, group in rows.items():
+            for row, entry in zip(group, score(logits, np.array(group), tokens[group], top)):
+                requests[row].logprobs.append(entry)
+
+    def _take(self, request: Request, token: int) -> None:
+        """Append a token, and end the request if it is the last."""
+        if token < 0:
+            request.error = BadLogits(request=request.id, position=request.length - 1)
+            self._end(request, "abort")
+            return
+        request.output_ids.append(token)
+        count, params = len(request.output_ids), request.params
+        enough = count >= params.min_tokens
+        if enough and token in request.end_ids:
+            shown = count if params.include_stop_str_in_output else count - 1
+            self._end(request, "stop", None if token in request.eos_ids else token, shown=shown)
+            return
+        eager = request.text is not None and request.text.eager
+        found = request.text.advance(request.output_ids, count, checked=enough) if request.text and eager else None
+        if found is not None:
+            self._end(request, "stop", found, shown=0)
+        elif count >= request.limit:
+            self._end(request, "length")
+        elif request.streaming:
+            request.report()
+
+    def _end(
+        self, request: Request, reason: FinishReason, stop_reason: int | str | None = None, *, shown: int | None = None
+    ) -> None:
+        """Free what a request holds and complete its text, which covers `shown` tokens (none: all; 0: is complete)."""
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        if request.text is not None and shown != 0:
+            found = request.text.finish(request.output_ids, len(request.output_ids) if shown is None else shown)
+            if found is not None and reason == "length":
+                request.finish_reason, request.stop_reason = "stop", found
+        del self._alive[request.id]
+        self.scheduler.remove(request)
+        request.report()

@@ -32,8 +32,12 @@ class PagePool:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._stack = np.arange(count - 1, -1, -1, dtype=np.int32)
-        self.free = count
+        self.reset()
+
+    def reset(self) -> None:
+        """Take all pages back."""
+        self._stack = np.arange(self.count - 1, -1, -1, dtype=np.int32)
+        self.free = self.count
 
     def take(self, count: int) -> NDArray[np.int32]:
         """`count` page numbers; the caller has checked `free`."""
@@ -61,9 +65,17 @@ class GroupTable:
         self._end = np.zeros(seats, dtype=np.int64)
         self._reach = group.window - 1 + backtrack if group.window else None
 
+    def reset(self) -> None:
+        """Take back the pages of all seats."""
+        self.pool.reset()
+        self.table.fill(-1)
+        self._first.fill(0)
+        self._end.fill(0)
+
     def missing(self, seats: Ints, tokens: Ints) -> Ints:
         """Pages that each seat lacks to hold positions below `tokens`."""
-        return np.maximum(-(-tokens // PAGE_SIZE) - self._end[seats], 0)
+        lack: Ints = np.maximum(-(-tokens // PAGE_SIZE) - self._end[seats], 0)
+        return lack
 
     def grow(self, seats: Ints, count: Ints) -> None:
         """Append `count` pages to each seat."""
@@ -115,6 +127,11 @@ class Pages:
     def used(self) -> tuple[int, ...]:
         """Pages in use, a number per group."""
         return tuple(group.pool.count - group.pool.free for group in self.groups)
+
+    def reset(self) -> None:
+        """Take back the pages of all seats."""
+        for group in self.groups:
+            group.reset()
 
     def trim(self, seats: Ints, start: Ints) -> None:
         """Give back what left the windows of requests whose next query is at position `start`."""
@@ -179,9 +196,7 @@ def plan_pages(
     `memory_bytes` defaults to half of the memory available now. Raises OutOfMemory when one request of
     `max_model_len` tokens does not fit.
     """
-    wanted = [
-        demand(g, seats=seats, max_model_len=max_model_len, chunk=chunk, backtrack=backtrack) for g in groups
-    ]
+    wanted = [demand(g, seats=seats, max_model_len=max_model_len, chunk=chunk, backtrack=backtrack) for g in groups]
     memory = available_bytes() // 2 if memory_bytes is None else memory_bytes
     least = sum(d.one * g.bytes_per_page for d, g in zip(wanted, groups))
     most = sum(d.all * g.bytes_per_page for d, g in zip(wanted, groups))

@@ -72,7 +72,7 @@ class Request:
         wanted = self.params.prompt_logprobs is not None
         return len(self.prompt_logprobs) if wanted else len(self.prompt) - 1
 
-    def update(self) -> Update:
-        """The present state as an Update."""
-        characters = self.text.visible if self.text else 0
-        return Update(self, len(self.output_ids), characters, self.finish_reason is not None)
+    def report(self) -> None:
+        """Put the present state into the sink."""
+        characters = self.text.visible if self.text is not None else 0
+        self.sink.append(Update(self, len(self.output_ids), characters, self.finish_reason is not None))

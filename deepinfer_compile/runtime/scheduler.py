@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,11 +27,16 @@ SCORING_TOKENS = 256
 """Most prompt tokens of requests with prompt_logprobs in one step: each needs a row of logits over the vocabulary."""
 
 
-class Plan(NamedTuple):
-    """The requests of one step: their seats, in order of arrival, and how many new tokens each has (at least 1)."""
+@dataclass(frozen=True)
+class Plan:
+    """The requests of one step: their seats, in order of arrival, and how many new tokens each has (at least 1).
+
+    joined: the seats among them that were taken in this step.
+    """
 
     seats: Ints
     count: Ints
+    joined: list[int]
 
 
 @dataclass(frozen=True)
@@ -54,18 +58,26 @@ class Scheduler:
 
     def __init__(self, pages: Pages, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.pages = pages
-        self.waiting: deque[Request] = deque()
         self.preemptions = 0
         self._budget = max_num_batched_tokens
-        self._seated: list[Request | None] = [None] * max_num_seqs
-        self._free = list(range(max_num_seqs - 1, -1, -1))
-        self._running = np.zeros(0, dtype=np.int64)
-        self._feed: dict[int, Ints] = {}
+        self._seats = max_num_seqs
         self._length = np.zeros(max_num_seqs, dtype=np.int64)
         self._done = np.zeros(max_num_seqs, dtype=np.int64)
         self._prompt = np.zeros(max_num_seqs, dtype=np.int64)
         self._newest = np.zeros(max_num_seqs, dtype=np.int64)
         self._scoring = np.zeros(max_num_seqs, dtype=bool)
+        self.restart([])
+
+    def restart(self, requests: list[Request]) -> None:
+        """Forget all seats and pages; queue `requests`, which are all that have not ended, in order of arrival."""
+        for request in requests:
+            request.seat = -1
+        self.pages.reset()
+        self.waiting = deque(requests)
+        self._seated: list[Request | None] = [None] * self._seats
+        self._free = list(range(self._seats - 1, -1, -1))
+        self._running = np.zeros(0, dtype=np.int64)
+        self._feed: dict[int, Ints] = {}
 
     @property
     def running(self) -> int:
@@ -102,10 +114,10 @@ class Scheduler:
         if tight:
             count = self._squeeze(seats, count)
         kept = count > 0
-        seats, count = seats[kept], count[kept]
+        plan = Plan(seats[kept], count[kept], [])
         if self.waiting and not tight:
-            seats, count = self._admit(seats, count)
-        return Plan(seats, count) if len(seats) else None
+            plan = self._admit(plan)
+        return plan if len(plan.seats) else None
 
     def advance(self, plan: Plan) -> None:
         """Note that the cache rows of a plan are written."""
@@ -121,7 +133,7 @@ class Scheduler:
 
     def batch(self, plan: Plan) -> Batch:
         """The executor's input for a plan (before `advance`)."""
-        seats, count = plan
+        seats, count = plan.seats, plan.count
         start = self._done[seats]
         ends = np.cumsum(count)
         begins = ends - count
@@ -175,10 +187,10 @@ class Scheduler:
                 youngest -= 1
         return count
 
-    def _admit(self, seats: Ints, count: Ints) -> tuple[Ints, Ints]:
+    def _admit(self, plan: Plan) -> Plan:
         """Seat waiting requests while seats, budget and pages last; return the extended plan."""
-        budget = self._budget - int(count.sum())
-        scoring = SCORING_TOKENS - int(count[self._scoring[seats]].sum())
+        budget = self._budget - int(plan.count.sum())
+        scoring = SCORING_TOKENS - int(plan.count[self._scoring[plan.seats]].sum())
         new: list[int] = []
         grants: list[int] = []
         while self.waiting and self._free:
@@ -195,9 +207,10 @@ class Scheduler:
             new.append(seat)
             grants.append(chunk)
         if not new:
-            return seats, count
-        self._running = np.concatenate((self._running, new)).astype(np.int64)
-        return np.concatenate((seats, new)).astype(np.int64), np.concatenate((count, grants)).astype(np.int64)
+            return plan
+        joined = np.array(new, dtype=np.int64)
+        self._running = np.concatenate((self._running, joined))
+        return Plan(np.concatenate((plan.seats, joined)), np.concatenate((plan.count, np.array(grants))), new)
 
     def _take_seat(self, request: Request, scores: bool) -> int:
         seat = request.seat = self._free.pop()
@@ -259,4 +272,5 @@ class Scheduler:
 
 def _share(want: Ints, budget: int) -> Ints:
     """Hand out a budget from the front."""
-    return np.clip(budget - np.cumsum(want) + want, 0, want)
+    share: Ints = np.clip(budget - np.cumsum(want) + want, 0, want)
+    return share

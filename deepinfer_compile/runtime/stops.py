@@ -76,9 +76,12 @@ class TextState:
         self._pushed = end
         return self._append(piece, checked)
 
-    def finish(self) -> str | None:
-        """Take the decoder's remainder; all text becomes visible. Return a stop string completed by the remainder."""
-        found = self._append(self._detok.flush(), True)
+    def finish(self, token_ids: list[int], end: int) -> str | None:
+        """Decode the rest of `token_ids[:end]` and the decoder's remainder; all text becomes visible.
+
+        Return a stop string completed by it.
+        """
+        found = self.advance(token_ids, end) or self._append(self._detok.flush(), True)
         self.visible = len(self.text)
         return found
 

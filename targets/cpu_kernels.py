@@ -1,0 +1,198 @@
+"""Native kernels of the cpu target: rendered once, compiled by g++ into one shared library.
+
+The library names torch's own libraries as needed and carries no search path, because it is only ever loaded into a process
+in which torch already is. It is compiled with OpenMP but not linked with it: its symbols resolve through libtorch_cpu to
+the runtime that torch runs on, so that two OpenMP runtimes, with two thread pools, cannot meet in one process. That
+rules out clang, whose OpenMP code needs its own runtime. Which tile sizes win was measured (tests/bench); they differ
+by instruction set because AVX-512 has twice the registers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from deepinfer_compile.errors import NativeBuildFailed, NoCompiler, TargetUnavailable
+from deepinfer_compile.render import Value, names_of, render
+
+LIBRARY = "libdeepinfer_cpu.so"
+RECORD = "kernels.json"
+ISAS = ("x86-64-v3", "x86-64-v4")
+
+_OLDEST_GCC = 11  # the first to know -march=x86-64-v3 and -v4
+_FLAGS = ("-std=c++20", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-ignored-attributes")
+_CPU_FLAGS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"},
+}
+_HEADERS = ("cpu_common/simd.h", "cpu_common/gemm.h", "cpu_common/tensors.h", "cpu_attention/attend.h")
+_UNITS = (
+    "cpu_linear/linear.cpp",
+    "cpu_attention/attention.cpp",
+    "cpu_latent/latent.cpp",
+    "cpu_experts/experts.cpp",
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything the kernel templates may name. Rows are rows of activations, columns are outputs.
+
+    dot_blocks: (rows, columns, unroll) register tiles for weights along K, for 1..dot_rows rows; from wide_from rows on
+    tiles of wide_rows x wide_columns. outer_rows x outer_columns vectors: the tile for weights along N. rows_f32 and
+    rows_bf16: the most rows for which streaming the weight beats the library's matrix product. query_rows: query rows
+    of one attention task; least_pages: the fewest pages worth a task of their own.
+    """
+
+    isa: str
+    lanes: int
+    dot_rows: int
+    dot_blocks: tuple[tuple[int, int, int], ...]
+    wide_from: int
+    wide_rows: int
+    wide_columns: int
+    outer_rows: int
+    outer_columns: int
+    rows_f32: int
+    rows_bf16: int
+    chunk_bytes: int = 65536
+    prefetch_bytes: int = 9216
+    depth_block: int = 64
+    thread_bytes: int = 65536
+
+
+CONFIGS = {
+    "x86-64-v4": Config(
+        isa="x86-64-v4",
+        lanes=16,
+        dot_rows=8,
+        dot_blocks=((1, 1, 4), (2, 1, 4), (3, 2, 2), (4, 2, 2), (5, 2, 1), (6, 2, 1), (7, 2, 1), (8, 2, 1)),
+        wide_from=24,
+        wide_rows=4,
+        wide_columns=6,
+        outer_rows=6,
+        outer_columns=4,
+        rows_f32=64,
+        rows_bf16=24,
+    ),
+    "x86-64-v3": Config(
+        isa="x86-64-v3",
+        lanes=8,
+        dot_rows=4,
+        dot_blocks=((1, 1, 4), (2, 1, 4), (3, 2, 1), (4, 2, 1)),
+        wide_from=8,
+        wide_rows=4,
+        wide_columns=3,
+        outer_rows=6,
+        outer_columns=2,
+        rows_f32=64,
+        rows_bf16=24,
+    ),
+}
+
+
+def host_isa() -> str:
+    """The widest instruction set of `ISAS` that this machine runs. Raises TargetUnavailable."""
+    text = Path("/proc/cpuinfo").read_text()
+    lines = re.findall(r"^flags\s*:\s*(.*)$", text, re.MULTILINE)
+    flags = set(lines[0].split()) if lines else set()
+    for isa in reversed(ISAS):
+        if flags >= _CPU_FLAGS[isa]:
+            return isa
+    missing = " ".join(sorted(_CPU_FLAGS["x86-64-v3"] - flags))
+    raise TargetUnavailable(target="cpu", reason=f"this processor lacks {missing}", fix="use an x86-64-v3 machine")
+
+
+def _refusal(compiler: str) -> str:
+    """Why this compiler cannot build the kernels, or an empty string."""
+    command = [compiler, "-dM", "-E", "-x", "c++", os.devnull]
+    defines = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    if "__clang__" in defines:
+        return "is clang, whose OpenMP is not torch's"
+    version = re.search(r"__GNUC__ (\d+)", defines)
+    if version is None:
+        return "does not run"
+    return "" if int(version[1]) >= _OLDEST_GCC else f"is GCC {version[1]}, older than {_OLDEST_GCC}"
+
+
+def find_compiler() -> str:
+    """Path of the C++ compiler: $CXX if set, else the first usable of g++ and c++. Raises NoCompiler."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]
+    tried = []
+    for name in names:
+        path = shutil.which(name)
+        refusal = _refusal(path) if path else "is not installed"
+        if path and not refusal:
+            return path
+        tried.append(f"{name} {refusal}")
+    raise NoCompiler(tried="; ".join(tried), target="cpu")
+
+
+def render_kernels(isa: str) -> dict[str, str]:
+    """File name -> C++ text of every header and source of the library for one instruction set of `ISAS`."""
+    if isa not in CONFIGS:
+        fix = f"use one of {', '.join(ISAS)}"
+        raise TargetUnavailable(target="cpu", reason=f"no kernels are written for {isa}", fix=fix)
+    values: dict[str, Value] = asdict(CONFIGS[isa])
+    texts = {}
+    for name in (*_HEADERS, *_UNITS):
+        template = f"{name}.j2"
+        texts[Path(name).name] = render(template, **{key: values[key] for key in names_of(template)})
+    return texts
+
+
+def build_record(isa: str) -> dict[str, object]:
+    """What a process must match to load the library."""
+    return {"isa": isa, "torch": str(torch.__version__), "cxx11_abi": bool(torch.compiled_with_cxx11_abi())}
+
+
+def _run(command: list[str], log: Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return
+    log.write_text(" ".join(command) + "\n" + done.stderr)
+    first = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
+    raise NativeBuildFailed(what_="the CPU kernels", target="cpu", reason=first.strip(), log=log)
+
+
+def compile_kernels(out_dir: Path, isa: str, compiler: str) -> None:
+    """Write sources, library and record into `out_dir`. Raises NativeBuildFailed; the log stays in `out_dir`."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    for name, text in render_kernels(isa).items():
+        (out_dir / name).write_text(text)
+    root = Path(torch.__file__).parent
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    include = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+    units = [out_dir / Path(name).name for name in _UNITS]
+
+    def compile_unit(unit: Path) -> Path:
+        target = unit.with_suffix(".o")
+        command = [compiler, *_FLAGS, f"-march={isa}", abi, *include, "-c", str(unit), "-o", str(target)]
+        _run(command, unit.with_suffix(".log"))
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_unit, units))
+    link = [compiler, "-shared", "-o", str(out_dir / LIBRARY), *map(str, objects)]
+    _run([*link, f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"], out_dir / "link.log")
+    for item in objects:
+        item.unlink()
+    (out_dir / RECORD).write_text(json.dumps(build_record(isa), indent=1, sort_keys=True) + "\n")
+
+
+def build_kernels(out_dir: Path, isa: str) -> Path:
+    """Build the library of one instruction set into `out_dir` and return its path.
+
+    Beside it lie the rendered sources and `kernels.json` (`build_record`). Raises NoCompiler, NativeBuildFailed and
+    TargetUnavailable.
+    """
+    compile_kernels(out_dir, isa, find_compiler())
+    return out_dir / LIBRARY
