@@ -1,1 +1,39 @@
-"""Compile a PyTorch language model into a bundle of serving programs."""
+"""Compile a PyTorch language model into a bundle of serving programs: `build` once, `load` anywhere, `generate`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from deepinfer_compile.errors import CompileError
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from deepinfer_compile.builder import build as build
+    from deepinfer_compile.runtime.llm import LLM as LLM
+    from deepinfer_compile.runtime.loading import load as load
+    from deepinfer_compile.runtime.outputs import CompletionOutput as CompletionOutput
+    from deepinfer_compile.runtime.outputs import RequestOutput as RequestOutput
+    from deepinfer_compile.runtime.params import SamplingParams as SamplingParams
+    from deepinfer_compile.settings import BuildSettings as BuildSettings
+
+# resolved on first use, so that running a bundle imports no compiler and compiling imports no engine
+_PUBLIC = {
+    "build": "builder",
+    "load": "runtime.loading",
+    "LLM": "runtime.llm",
+    "SamplingParams": "runtime.params",
+    "RequestOutput": "runtime.outputs",
+    "CompletionOutput": "runtime.outputs",
+    "BuildSettings": "settings",
+}
+
+__all__ = ["CompileError", "__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)

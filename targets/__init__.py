@@ -1,4 +1,19 @@
-"""Placeholder docstring."""
+"""Where programs run. One file a vendor; the rest of the package asks a target for its data and never names one."""
+
+from __future__ import annotations
 
 if __name__ != "deepinfer_compile.targets":
     raise ImportError("import deepinfer_compile.targets; 'targets' at the repository root is the same package by another name")
+
+from deepinfer_compile.errors import UnknownTarget
+from deepinfer_compile.targets.base import Target
+from deepinfer_compile.targets.cpu import CPU
+
+TARGETS: dict[str, Target] = {t.name: t for t in (CPU,)}
+
+
+def get_target(name: str) -> Target:
+    """The target of that name. Raises UnknownTarget."""
+    if name not in TARGETS:
+        raise UnknownTarget(name=name, known=", ".join(sorted(TARGETS)))
+    return TARGETS[name]

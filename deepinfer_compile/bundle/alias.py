@@ -53,11 +53,9 @@ def pack(tensors: Mapping[str, Tensor], tied: Iterable[Iterable[str]] = ()) -> P
     for spans in _meeting([_span(name, tensor) for name, tensor in tensors.items() if name not in dropped]):
         _store(spans, items, constants)
     for group in groups:
-        constants.update({name: _plain(tensors[name]) for name in group[1:] if not constants[group[0]].of})
+        constants.update(dict.fromkeys(group[1:], constants[group[0]]))
+    # A tie to a view needs no group: the same view again is the same memory.
     kept = tuple(group for group in groups if not constants[group[0]].of)
-    for group in groups:
-        if constants[group[0]].of:
-            constants.update(dict.fromkeys(group[1:], constants[group[0]]))
     order = [*tensors, *(name for name in constants if name not in tensors)]
     return Packed(items, {name: constants[name] for name in order}, kept)
 
@@ -74,7 +72,7 @@ def _tied_groups(tensors: Mapping[str, Tensor], tied: Iterable[Iterable[str]]) -
 
 def _span(name: str, tensor: Tensor) -> _Span:
     size = tensor.element_size()
-    start = tensor.storage_offset() * size
+    start = int(tensor.storage_offset()) * size
     reach = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
     end = start + (reach + 1) * size if tensor.numel() else start
     return _Span(name, tensor.detach(), tensor.untyped_storage().data_ptr(), start, end)

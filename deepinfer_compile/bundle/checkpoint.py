@@ -194,12 +194,12 @@ def _refuse_config(config: dict[str, Any]) -> None:
     quantization = config.get("quantization_config")
     if quantization is None:
         return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if not isinstance(quantization, dict):
+        raise UnsupportedWeightFormat(format=quantization, reason="quantization_config in config.json is no object")
+    method = quantization.get("quant_method")
     if method not in READABLE_QUANTIZATION:
-        detail = (
-            f" {quantization['quant_algo']}" if isinstance(quantization, dict) and "quant_algo" in quantization else ""
-        )
-        raise UnsupportedWeightFormat(format=f"{method}{detail}", reason="config.json says so in quantization_config")
+        form = f"{method} {quantization.get('quant_algo', '')}".strip()
+        raise UnsupportedWeightFormat(format=form, reason="config.json says so in quantization_config")
 
 
 def _refuse_names(place: Mapping[str, str]) -> None:

@@ -94,6 +94,20 @@ def copy_into(target: HashingFile, source: Path) -> None:
         os.close(fd)
 
 
+def hash_file(path: Path) -> FileEntry:
+    """The entry of an existing regular file. Raises OSError."""
+    fd = open_regular(path)
+    try:
+        chunks: list[str] = []
+        size = 0
+        while data := os.pread(fd, CHUNK, size):
+            chunks.append(hashlib.sha256(data).hexdigest())
+            size += len(data)
+    finally:
+        os.close(fd)
+    return FileEntry(size, combined(chunks), tuple(chunks))
+
+
 def read_verified(path: Path, name: str, entry: FileEntry, limit: int) -> bytes:
     """The whole file, whose digests are checked. Raises BundleCorrupt, also when it is larger than `limit` bytes."""
     if entry.size > limit:
@@ -119,11 +133,9 @@ def read_bytes(path: Path, name: str, size: int) -> bytes:
 
 def verify_files(root: Path, entries: Mapping[str, FileEntry]) -> None:
     """Hash every chunk of every file, in threads. Raises BundleCorrupt naming the first bad file and chunk."""
-    tasks = [
-        (root, name, index, digest) for name, entry in entries.items() for index, digest in enumerate(entry.chunks)
-    ]
+    tasks = [(name, index, digest) for name, entry in entries.items() for index, digest in enumerate(entry.chunks)]
     with ThreadPoolExecutor(THREADS) as pool:
-        futures = [pool.submit(_verify_chunk, *task) for task in tasks]
+        futures = [pool.submit(_verify_chunk, root, *task) for task in tasks]
         try:
             for future in futures:
                 future.result()

@@ -1,8 +1,8 @@
 """JSON as this package reads and writes it: strict both ways, so that what is written is what is read.
 
-Reading refuses what `json.loads` lets through: duplicate keys, NaN and infinities, bytes that are not UTF-8, and nesting
-or numbers that exhaust the interpreter. Writing refuses what `json.dumps` silently changes: keys that are not strings
-and values of other types. Nothing here imports torch.
+Reading refuses what `json.loads` lets through: duplicate keys, NaN and infinities, bytes that are not UTF-8, and
+nesting or numbers that exhaust the interpreter. Writing refuses what `json.dumps` silently changes: keys that are not
+strings and values of other types. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def loads(data: bytes) -> Any:
         raise JsonError(f"it is not valid JSON: {error}") from None
 
 
-def dumps(value: Any) -> bytes:
-    """Readable, byte-stable JSON: sorted keys, one item a line. Raises TypeError naming the place of a bad value."""
+def dumps(value: Any, sort: bool = False) -> bytes:
+    """Readable JSON, one item a line; keys in their order, or sorted. Raises TypeError naming a bad value's place."""
     check_plain(value)
-    return (json.dumps(value, sort_keys=True, indent=1, allow_nan=False) + "\n").encode("ascii")
+    return (json.dumps(value, sort_keys=sort, indent=1, allow_nan=False) + "\n").encode("ascii")
 
 
 def check_plain(value: Any, where: str = "$", depth: int = 0) -> None:

@@ -1,8 +1,8 @@
 """Tensors on mapped files, and tensors as the bytes of a file.
 
 Files are mapped privately: a tensor costs no memory until it is read, its pages can be dropped and read again, and a
-write to it changes this process's copy only, never the file. Each tensor has a storage of its own (not one for the whole
-file), so that its storage says what it is.
+write to it changes this process's copy only, never the file. Each tensor has a storage of its own (not one for the
+whole file), so that its storage says what it is.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def tensor_bytes(item: WeightItem) -> memoryview:
         found = describe_spec((tensor.dtype, tuple(tensor.shape)))
         raise WeightMismatch(tensor=item.name, expected=f"{item.dtype}{list(item.shape)}", found=found)
     flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 class MappedFile:

@@ -63,9 +63,7 @@ class PathSet:
             raise BundlePath(entry=entry, reason=f"a bundle has at most {MAX_ENTRIES} files")
         folded = check_path(entry).casefold()
         above = sorted(parents([entry]))
-        clash = (
-            folded in self._files or folded in self._folders or any(name.casefold() in self._files for name in above)
-        )
+        clash = folded in self._folders or any(name.casefold() in self._files for name in (entry, *above))
         if clash or any(self._folders.setdefault(name.casefold(), name) != name for name in above):
             raise BundlePath(entry=entry, reason="another entry has the same name, or differs only in case or kind")
         self._files.add(folded)
@@ -80,17 +78,19 @@ def parents(entries: Iterable[str]) -> set[str]:
     return found
 
 
-def check_tree(root: Path, files: Iterable[str]) -> dict[str, int]:
+def check_tree(root: Path, files: Iterable[str], folders: Iterable[str] = ()) -> dict[str, int]:
     """Sizes in bytes of the files under `root`, which must be exactly `files`: regular, unlinked elsewhere, none extra.
+
+    folders: folders that may be there without a file in them.
 
     Raises BundlePath for links, special files and extra entries, BundleCorrupt for a missing file.
     """
     wanted = set(files)
-    folders = parents(wanted)
+    known = parents(wanted) | set(folders)
     sizes: dict[str, int] = {}
     for entry, info in _walk(root, ""):
         if stat.S_ISDIR(info.st_mode):
-            if entry not in folders:
+            if entry not in known:
                 raise BundlePath(entry=entry, reason="the manifest names no file in this folder")
             continue
         if not stat.S_ISREG(info.st_mode):

@@ -179,9 +179,8 @@ def _bring_back(root: Path) -> None:
     except OutputBusy:
         return
     except OSError as error:
-        reason = (
-            f"a killed writer left it aside as {siblings(root, 'old')[0].name}, to be renamed back: {error.strerror}"
-        )
+        aside = siblings(root, "old")[0].name
+        reason = f"a killed writer left it aside as {aside}, which could not be renamed back: {error.strerror}"
         raise NotABundle(path=root, reason=reason) from None
     try:
         recover(root)

@@ -9,7 +9,7 @@ A recipe is a JSON object with an `op`; operands are checkpoint names or recipes
     stack      {"op": "stack", "of": [X, ...], "dim": d}
     concat     {"op": "concat", "of": [X, ...], "dim": d}
     transpose  {"op": "transpose", "of": X, "dims": [a, b]}
-    tied       {"op": "tied", "of": [X, ...]}                              those present must be equal; the first is used
+    tied       {"op": "tied", "of": [X, ...]}                              those present are equal; the first is used
 
 `infer` proves dtype, shape and presence from headers alone, so a loader can refuse before it reads or writes anything.
 `execute_into` writes straight into the destination's slices: no intermediate of a weight's size is made, except below a

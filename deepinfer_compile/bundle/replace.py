@@ -8,6 +8,7 @@ that nothing is left behind. Nothing here imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -28,13 +29,14 @@ _SUFFIX = re.compile(r"[0-9a-f]{8}\Z")
 class FolderLock:
     """An exclusive claim to write `target`; held from the constructor until `release`."""
 
-    def __init__(self, target: Path) -> None:
-        """Take the lock file beside `target`. Raises OutputBusy if another writer holds it, OSError."""
+    def __init__(self, target: Path, wait: bool = False) -> None:
+        """Take the lock file beside `target`. Raises OutputBusy if another writer holds it (or waits), OSError."""
+        how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
         self._path = target.parent / f".{target.name}.lock"
         while True:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._fd, how)
             except OSError as error:
                 os.close(self._fd)
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
@@ -52,7 +54,8 @@ class FolderLock:
             return False
 
     def release(self) -> None:
-        os.unlink(self._path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
         os.close(self._fd)
 
 
@@ -101,7 +104,8 @@ def put_in_place(new: Path, target: Path) -> None:
             os.rename(old, target)
             raise
     sync_folder(target.parent)
-    shutil.rmtree(old)
+    # The new folder is in place; what cannot be removed now is a leftover for the next writer.
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def exchange(first: Path, second: Path) -> bool:

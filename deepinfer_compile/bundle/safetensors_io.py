@@ -113,10 +113,8 @@ def read_header(path: Path, name: str = "") -> Header:
             raise BadWeightFile(file=shown, reason="it is too short to hold a header")
         length = int.from_bytes(head, "little")
         if length > min(MAX_HEADER, size - 8):
-            raise BadWeightFile(
-                file=shown,
-                reason=f"its header claims {length} bytes; the file has {size} and the limit is {MAX_HEADER}",
-            )
+            reason = f"its header claims {length} bytes; the file has {size} and the limit is {MAX_HEADER}"
+            raise BadWeightFile(file=shown, reason=reason)
         body = file.read(length)
     return _parse(head + body, size, shown)
 

@@ -1,8 +1,8 @@
 """From what a model wants to how the checkpoint provides it, and reloading weights in place.
 
-`plan_weights` finds a recipe for every wanted tensor and proves it against the headers; nothing is read except values of
-names that are declared tied, which must be equal. `reload_into` checks everything first and then only copies, so that an
-error leaves all tensors as they were.
+`plan_weights` finds a recipe for every wanted tensor and proves it against the headers; nothing is read except values
+of names that are declared tied, which must be equal. `reload_into` checks everything first and then only copies, so
+that an error leaves all tensors as they were.
 """
 
 from __future__ import annotations

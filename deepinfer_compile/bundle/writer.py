@@ -121,8 +121,8 @@ class BundleWriter:
     def finish(self, manifest: Manifest) -> Path:
         """Write the manifest and put the bundle in place; returns its path.
 
-        Raises WeightMismatch if the constants and the stored tensors differ, BundleCorrupt for a manifest that could not
-        be read back, OutputFailed.
+        Raises WeightMismatch if the constants and the stored tensors differ, BundleCorrupt for a manifest that could
+        not be read back, OutputFailed.
         """
         complete = dataclasses.replace(manifest, files=dict(sorted(self._entries.items())))
         data = dump_manifest(complete)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -10,54 +11,92 @@ import torch
 from torch import nn
 
 from deepinfer_compile.capture import hf
-from deepinfer_compile.capture.export import EXAMPLE_ROWS, EXAMPLE_TOKENS, MAX_TOKENS, Exported, export_packed
+from deepinfer_compile.capture.export import EXAMPLE_ROWS, EXAMPLE_TOKENS, Exported, export_packed
 from deepinfer_compile.capture.layers import plan_layers, trimmed
 from deepinfer_compile.capture.partition import LayerPlan, partition
-from deepinfer_compile.errors import UnsupportedConstruct
+from deepinfer_compile.errors import UnsupportedArchitecture, UnsupportedConstruct
 from deepinfer_compile.program import Program
 
 __all__ = ["capture"]
 
 
-def capture(model: nn.Module, *, trim: bool = True) -> Program:
-    """Capture a causal LM as a program over packed tokens: (input_ids, position_ids, rows) -> logits [N, V].
+def capture(
+    model: nn.Module, *, trim: bool = True, attention: str = hf.IMPLEMENTATION, experts: str = hf.IMPLEMENTATION
+) -> Program:
+    """Capture a causal LM as a program over packed tokens.
 
+    A Transformers model becomes (input_ids, position_ids, rows) -> logits [N, V]; `attention` and `experts` name the
+    implementation of Transformers that is traced, ours by default. Another model keeps its own signature: its first
+    parameter becomes the input `input_ids` [1, T], and position_ids or rows are given only if it takes them.
     The model may live on the meta device; its parameters are neither copied nor read. With trim, only the first and
     last layer of each kind are traced; a model whose layers do not form a chain is traced whole.
+    `info["max_tokens"]` is set where the model's own tables limit the length.
     Raises UnsupportedConstruct or UnsupportedArchitecture.
     """
     plan = plan_layers(model, trim)
     info: dict[str, Any] = {"model": type(model).__name__, "tied": tied_names(model)}
+    chosen = (attention, experts)
     if plan is not None and not plan.complete:
         try:
-            return partition(_export(model, plan), plan, "packed", {**info, "traced_layers": list(plan.kept)})
+            return _program(_export(model, plan, chosen), plan, {**info, "traced_layers": list(plan.kept)})
         except UnsupportedConstruct as err:
             info["traced_all_because"] = str(err).splitlines()[0]
             plan = plan_layers(model, trim=False)
-    return partition(_export(model, plan), plan, "packed", info)
+    return _program(_export(model, plan, chosen), plan, info)
 
 
-def _export(model: nn.Module, plan: LayerPlan | None) -> Exported:
-    function, prefix = (hf.PackedCausalLM(model), "model.") if hf.is_hf(model) else (model, "")
+def _program(exported: Exported, plan: LayerPlan | None, info: dict[str, Any]) -> Program:
+    limit = {} if exported.max_tokens is None else {"max_tokens": exported.max_tokens}
+    return partition(exported, plan, "packed", {**info, **limit})
+
+
+def _export(model: nn.Module, plan: LayerPlan | None, chosen: tuple[str, str]) -> Exported:
+    known = hf.is_hf(model)
+    function, prefix = (hf.PackedCausalLM(model), "model.") if known else (model, "")
     first: dict[int, str] = {}
-    device = next(model.parameters()).device
+    tensors = list(named_tensors(model))
+    device = tensors[0][1].device if tensors else torch.device("cpu")
     with torch.device(device):
         examples = {
             "input_ids": torch.zeros(1, EXAMPLE_TOKENS, dtype=torch.long),
             "position_ids": torch.arange(EXAMPLE_TOKENS)[None],
             "rows": torch.arange(EXAMPLE_ROWS),
         }
-    tokens = torch.export.Dim("tokens", min=1, max=MAX_TOKENS)
-    rows = torch.export.Dim("rows", min=1, max=MAX_TOKENS)
-    dynamic = {"input_ids": {1: tokens}, "position_ids": {1: tokens}, "rows": {0: rows}}
+    taken = accepted(function)
     was_training = model.training
     model.eval()
     try:
-        with trimmed(model, plan), hf.interfaces(model) if hf.is_hf(model) else nullcontext():
+        with trimmed(model, plan), hf.interfaces(model, *chosen) if known else nullcontext():
             names = {prefix + name: first.setdefault(id(t), name) for name, t in named_tensors(model)}
-            return export_packed(function, examples, dynamic, names)
+            return export_packed(function, {taken[k]: examples[k] for k in taken}, taken, names, bounded=known)
     finally:
         model.train(was_training)
+
+
+def accepted(function: nn.Module) -> dict[str, str]:
+    """Which of our inputs a forward takes: input name -> its parameter. The ids go to the first parameter.
+
+    Raises UnsupportedArchitecture if the forward takes no argument or needs one that we cannot give.
+    """
+    parameters = list(inspect.signature(function.forward).parameters.values())
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not named:
+        raise UnsupportedArchitecture(
+            name=type(function).__name__,
+            reason="its forward takes no named argument for the token ids",
+            fix="wrap it in a module whose forward takes input_ids [B, T] and gives logits [B, T, V]",
+        )
+    taken = {"input_ids": named[0].name}
+    for parameter in named[1:]:
+        if parameter.name in ("position_ids", "rows"):
+            taken[parameter.name] = parameter.name
+        elif parameter.default is parameter.empty:
+            raise UnsupportedArchitecture(
+                name=type(function).__name__,
+                reason=f"its forward needs {parameter.name!r}",
+                fix="give the parameter a default, or wrap the model in a module that takes input_ids only",
+            )
+    return taken
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

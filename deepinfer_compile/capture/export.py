@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,16 +25,27 @@ class Exported:
     gm: GraphModule
     inputs: tuple[str, ...]
     weights: dict[str, WeightRef]
+    max_tokens: int | None = None
+    """The longest input that the traced code itself allows (a table sliced to the length), None if any."""
+
+
+DYNAMIC_DIMS = {"input_ids": 1, "position_ids": 1, "rows": 0}
 
 
 def export_packed(
-    function: nn.Module, examples: dict[str, Tensor], dynamic: dict[str, Any], names: dict[str, str]
+    function: nn.Module, examples: dict[str, Tensor], taken: dict[str, str], names: dict[str, str], bounded: bool
 ) -> Exported:
-    """Trace `function(**examples)`; dims named in `dynamic` stay symbolic.
+    """Trace `function(**examples)`; the token and row dimensions stay symbolic.
 
-    `names` maps a tensor's attribute path to the name it has in checkpoints (tied tensors share one). Raises UnsupportedConstruct with the user's
-    line where the model's code cannot be expressed as a graph.
+    taken: our input name -> the function's parameter, and the input is renamed to ours. names: a tensor's attribute path -> its
+    name in checkpoints (tied tensors share one). bounded: promise 1..MAX_TOKENS instead of learning the range.
+    Raises UnsupportedConstruct with the user's line where the model's code cannot be expressed as a graph.
     """
+    sizes = {"input_ids": "tokens", "position_ids": "tokens", "rows": "rows"}
+    dims = {size: torch.export.Dim(size, min=1, max=MAX_TOKENS) for size in ("tokens", "rows")}
+    dynamic: dict[str, Any] = {
+        taken[k]: {DYNAMIC_DIMS[k]: dims[sizes[k]] if bounded else torch.export.Dim.AUTO} for k in taken
+    }
     quiet = logging.getLogger("torch.export")
     level = quiet.level
     quiet.setLevel(logging.ERROR)
@@ -49,12 +60,20 @@ def export_packed(
         raise UnsupportedConstruct(construct=_first_line(err), fix=_advice(err), where=_user_line(err)) from err
     finally:
         quiet.setLevel(level)
-    exported = _as_inputs(program, names)
-    _check_dynamic(exported, dynamic)
-    return exported
+    exported = _as_inputs(program, names, {theirs: ours for ours, theirs in taken.items()})
+    _check_dynamic(exported, taken)
+    return replace(exported, max_tokens=_longest(program, exported))
 
 
-def _as_inputs(program: Any, names: dict[str, str]) -> Exported:
+def _longest(program: Any, exported: Exported) -> int | None:
+    """Upper bound of the token dimension that tracing found, None if it found none below MAX_TOKENS."""
+    ids = next(n for n in exported.gm.graph.nodes if n.name == "input_ids")
+    size = ids.meta["val"].shape[1].node.expr
+    upper = program.range_constraints[size].upper
+    return int(upper) if upper < MAX_TOKENS else None
+
+
+def _as_inputs(program: Any, names: dict[str, str], ours: dict[str, str]) -> Exported:
     """Rebuild the exported graph with every lifted parameter, buffer and constant as a named weight placeholder."""
     sig = program.graph_signature
     if sig.buffers_to_mutate:
@@ -84,9 +103,9 @@ def _as_inputs(program: Any, names: dict[str, str]) -> Exported:
             keep = None if full in persistent else held.detach()
             weights[new.name] = WeightRef(name, held.dtype, tuple(held.shape), keep)
         elif node.op == "placeholder":
-            env[node] = graph.placeholder(node.name)
+            env[node] = graph.placeholder(ours.get(node.name, node.name))
             env[node].meta = dict(node.meta)
-            inputs.append(node.name)
+            inputs.append(env[node].name)
         elif node.op == "output":
             graph.output(tuple(env[o] for o in node.args[0]))
         else:
@@ -96,13 +115,12 @@ def _as_inputs(program: Any, names: dict[str, str]) -> Exported:
     return Exported(gm, tuple(inputs), weights)
 
 
-def _check_dynamic(exported: Exported, dynamic: dict[str, Any]) -> None:
+def _check_dynamic(exported: Exported, taken: dict[str, str]) -> None:
     by_name = {n.name: n for n in exported.gm.graph.nodes if n.op == "placeholder"}
-    for name, dims in dynamic.items():
-        for dim in dims or {}:
-            size = by_name[name].meta["val"].shape[dim]
-            if isinstance(size, int):
-                raise DynamicRangeLost(name=name, dim=dim, value=size)
+    for name in taken:
+        size = by_name[name].meta["val"].shape[DYNAMIC_DIMS[name]]
+        if isinstance(size, int):
+            raise DynamicRangeLost(name=name, dim=DYNAMIC_DIMS[name], value=size)
 
 
 def _first_line(err: BaseException) -> str:

@@ -8,6 +8,7 @@ from layer to layer is read off the traced ones.
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -139,15 +140,16 @@ def _cut(nodes: list[Node], exported: Exported, plan: LayerPlan | None, key: Any
 
 
 def _size_from(node: Node, env: dict[Node, Node], editor: Editor) -> Node:
-    """Recompute a symbolic size inside a piece from an input that has it as a dimension."""
-    wanted = value(node)
-    for inner in list(env.values()):
-        val = value(inner)
-        if not isinstance(val, torch.Tensor):
-            continue
-        for dim, size in enumerate(val.shape):
-            if isinstance(size, torch.SymInt) and size.node.expr == wanted.node.expr:
-                return editor.call(torch.ops.aten.sym_size.int, inner, dim)
+    """Recompute a symbolic size inside a piece from an input that has it, or a part of it, as a dimension."""
+    wanted = value(node).node.expr
+    tensors = [(n, v) for n in list(env.values()) if isinstance(v := value(n), torch.Tensor)]
+    sizes = [(n, i, d.node.expr) for n, v in tensors for i, d in enumerate(v.shape) if isinstance(d, torch.SymInt)]
+    for inner, dim, size in sizes:
+        factor = wanted / size
+        if factor == 1:
+            return editor.call(torch.ops.aten.sym_size.int, inner, dim)
+        if factor.is_Integer:
+            return editor.call(operator.mul, editor.call(torch.ops.aten.sym_size.int, inner, dim), int(factor))
     raise UnsupportedConstruct(
         construct=f"size {wanted} crosses a layer boundary and no tensor input has it", fix="report the model"
     )

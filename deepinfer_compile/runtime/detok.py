@@ -74,7 +74,7 @@ class DetokTables:
         text = self.text(token_id)
         return text is not None and not (skip_special_tokens and text in self._special)
 
-    def bytes(self, token_id: int) -> bytes:
+    def spelled(self, token_id: int) -> bytes:
         """Bytes of a token of a byte-level vocabulary."""
         known = self._bytes.get(token_id)
         if known is None:
@@ -111,7 +111,7 @@ class Detok:
         """Text completed by `ids`."""
         shown = [token_id for token_id in ids if self._tables.shown(token_id, self._skip)]
         if self._tables.byte_level:
-            return self._utf8.decode(b"".join(map(self._tables.bytes, shown)))
+            return self._utf8.decode(b"".join(map(self._tables.spelled, shown)))
         return "".join(map(self._step, shown))
 
     def flush(self) -> str:
@@ -148,10 +148,8 @@ class Detok:
 
     def _end_run(self) -> str:
         """Close a run of bytes: what is left of it was no character."""
-        if not self._run:
-            return ""
-        last = self._run[-1:]
-        self._emitted(last)
+        if self._run:
+            self._emitted(self._run[-1:])
         return self._utf8.decode(b"", final=True)
 
     def _window(self) -> str:

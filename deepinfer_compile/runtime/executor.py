@@ -1,0 +1,171 @@
+"""Runs a bundle's programs: a flat list of block calls over a list of values, nothing decided at run time but which program.
+
+A program stores its skeleton as data. At load each block gets a runner (a native package, or the graph on reference
+operations) and each value a place in a list; a step fills the inputs and walks the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer_compile.errors import BundleCorrupt, WeightMismatch
+from deepinfer_compile.runtime.batch import CacheGroup, StepInput
+
+Runner = Callable[[list[Any]], Sequence[Any]]
+"""Takes a block's inputs in order, gives its outputs in order."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    runner: Runner
+    reads: tuple[int, ...]
+    gives: tuple[int, ...]
+    frees: tuple[int, ...]
+
+
+class ProgramRunner:
+    """One program bound to runners and weights."""
+
+    def __init__(self, data: Mapping[str, Any], runners: Mapping[str, Runner], weights: Mapping[str, Tensor], file: str) -> None:
+        self.file = file
+        self.caches: list[dict[str, Any]] = data["caches"]
+        place: dict[str, int] = {}
+        self.initial: list[Any] = []
+        calls: list[tuple[Runner, list[int], list[int]]] = []
+        for node in data["skeleton"]["nodes"]:
+            if node["op"] == "input":
+                self._add(place, node["name"], self._weight(node, data, weights))
+            elif node["op"] == "block":
+                count = len(node["val"]["items"]) if "items" in node["val"] else 1
+                first = len(self.initial)
+                place[node["name"]] = first
+                self.initial.extend([None] * count)
+                calls.append((runners[node["target"]], [place[a["ref"]] for a in node["args"]], list(range(first, first + count))))
+            elif node["op"] == "call" and node["target"] == "getitem":
+                place[node["name"]] = place[node["args"][0]["ref"]] + node["args"][1]
+            elif node["op"] == "output":
+                self.output = place[node["args"][0]["ref"]]
+            else:
+                raise BundleCorrupt(file=file, reason=f"the skeleton calls {node.get('target')!r}")
+        self.place = place
+        self.calls = _with_frees(calls, self.output, sum(n["op"] == "input" for n in data["skeleton"]["nodes"]))
+
+    def _add(self, place: dict[str, int], name: str, held: Any) -> None:
+        place[name] = len(self.initial)
+        self.initial.append(held)
+
+    def _weight(self, node: dict[str, Any], data: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Tensor | None:
+        spec = data["weights"].get(node["name"])
+        if spec is None:
+            return None
+        held = weights[spec["tensor"]]
+        found = f"{str(held.dtype).removeprefix('torch.')}{list(held.shape)}"
+        if found != f"{spec['dtype']}{spec['shape']}":
+            raise WeightMismatch(tensor=spec["tensor"], expected=f"{spec['dtype']}{spec['shape']}", found=found, where=self.file)
+        return held
+
+    def rebind(self, weights: Mapping[str, Tensor], data: Mapping[str, Any]) -> None:
+        """Use other tensors for the weights."""
+        for name, spec in data["weights"].items():
+            self.initial[self.place[name]] = weights[spec["tensor"]]
+
+    def bind(self, name: str, held: Tensor) -> None:
+        """Give a cache (or another lasting input) its tensor."""
+        self.initial[self.place[name]] = held
+
+    def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """One step."""
+        values = list(self.initial)
+        for name, held in inputs.items():
+            at = self.place.get(name)
+            if at is not None:
+                values[at] = held
+        for call in self.calls:
+            results = call.runner([values[i] for i in call.reads])
+            for i, held in zip(call.gives, results):
+                values[i] = held
+            for i in call.frees:
+                values[i] = None
+        logits: Tensor = values[self.output]
+        return logits
+
+
+def _with_frees(calls: list[tuple[Runner, list[int], list[int]]], output: int, inputs: int) -> list[_Call]:
+    """Values that nobody reads later are dropped at once, so that the peak is what liveness says."""
+    later = {output}
+    done: list[_Call] = []
+    for runner, reads, gives in reversed(calls):
+        frees = {i for i in (*reads, *gives) if i not in later and i >= inputs}
+        later |= set(reads)
+        done.append(_Call(runner, tuple(reads), tuple(gives), tuple(frees)))
+    return done[::-1]
+
+
+class BundleExecutor:
+    """The `Executor` of a loaded bundle."""
+
+    def __init__(
+        self,
+        programs: Mapping[str, ProgramRunner],
+        windows: Sequence[int],
+        vocab_size: int,
+        max_model_len: int,
+        crossover: float,
+        device: torch.device,
+    ) -> None:
+        self.programs = dict(programs)
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.crossover = crossover
+        self.device = device
+        self.groups = tuple(self._group(g, window) for g, window in enumerate(windows))
+        self.allocated: dict[str, Tensor] = {}
+
+    def _group(self, index: int, window: int) -> CacheGroup:
+        caches = next(iter(self.programs.values())).caches
+        size = sum(
+            prod(c["shape"]) * getattr(torch, c["dtype"]).itemsize for c in caches if c["group"] == index
+        )
+        return CacheGroup(f"window{window}" if window else "full", window, size)
+
+    def allocate(self, pages: tuple[int, ...]) -> None:
+        """Caches of `pages[g]` pages for group g, contents undefined, shared by all programs."""
+        caches = next(iter(self.programs.values())).caches
+        self.allocated = {
+            c["name"]: torch.empty(
+                (pages[c["group"]], *c["shape"]), dtype=getattr(torch, c["dtype"]), device=self.device
+            )
+            for c in caches
+        }
+        for program in self.programs.values():
+            for name, held in self.allocated.items():
+                program.bind(name, held)
+
+    def choose(self, tokens: int, requests: int) -> str:
+        """decode: one token a request. verify: few. prefill: more than the crossover between the attention forms."""
+        if tokens == requests:
+            return "decode"
+        return "verify" if tokens <= self.crossover * requests else "prefill"
+
+    def step(self, inputs: StepInput) -> Tensor:
+        """Run the program that fits; logits f32[N, vocab]."""
+        name = self.choose(inputs.input_ids.shape[0], inputs.seq_len.shape[0])
+        given = {
+            "input_ids": inputs.input_ids.unsqueeze(0),
+            "position_ids": inputs.position_ids.unsqueeze(0),
+            "context_hint": inputs.context_hint.unsqueeze(0),
+            "rows": inputs.rows,
+            "query_start": inputs.query_start,
+            "seq_len": inputs.seq_len,
+        }
+        for g, meta in enumerate(inputs.groups):
+            given[f"block_table_{g}"] = meta.block_table
+            given[f"slot_{g}"] = meta.slot
+        with torch.no_grad():
+            return self.programs[name].run(given).float()

@@ -1,0 +1,187 @@
+"""Load a bundle: check, bind, allocate nothing large before all checks passed. No tracing, no compiling."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import deepinfer_compile.ops  # noqa: F401  (graphs name the dialect's operations)
+from deepinfer_compile.bundle import BundleFiles, read_bundle
+from deepinfer_compile.errors import BadOption, BundleCorrupt, ContextTooLong, WrongTarget
+from deepinfer_compile.runtime.executor import BundleExecutor, ProgramRunner, Runner
+from deepinfer_compile.runtime.interpret import GraphFunction
+from deepinfer_compile.runtime.llm import LLM
+from deepinfer_compile.runtime.text import TextCodec
+
+ISA_FLAGS = {
+    "x86-64-v3": ("avx2", "fma", "bmi2", "f16c"),
+    "x86-64-v4": ("avx2", "fma", "bmi2", "f16c", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+}
+
+
+def load(
+    path: str | Path,
+    *,
+    target: str | None = None,
+    native: bool = True,
+    check: str = "lazy",
+    max_model_len: int | None = None,
+    max_num_seqs: int = 64,
+    max_num_batched_tokens: int = 2048,
+    memory_fraction: float = 0.5,
+    checkpoint: str | Path | None = None,
+) -> LLM:
+    """Open a bundle and make it ready to generate.
+
+    native False runs the graphs on reference operations (slow, no native code is loaded). check: "lazy" verifies
+    everything but weight data, "full" that too. max_model_len: context of this process, at most what was built.
+    memory_fraction: share of free memory for caches. checkpoint: where weights are, for a bundle without them.
+    Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, WrongTarget, WeightMismatch, OutOfMemory, BadOption.
+    """
+    if not 0 < memory_fraction <= 1:
+        raise BadOption(name="memory_fraction", value=memory_fraction, reason="it is a share", fix="use 0 < x <= 1")
+    files = read_bundle(Path(path), check)  # type: ignore[arg-type]
+    built = int(files.manifest.model["max_model_len"])
+    if max_model_len is not None and not 0 < max_model_len <= built:
+        raise ContextTooLong(request="load", needed=max_model_len, limit=built, built=built)
+    executor = open_executor(files, target, native, Path(checkpoint) if checkpoint else None)
+    codec = _codec(files)
+    eos = tuple(files.manifest.model.get("eos_token_ids", ()))
+    return LLM(
+        executor,
+        codec,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        memory_bytes=int(free_memory() * memory_fraction),
+        max_model_len=max_model_len,
+        eos_token_ids=eos,
+    )
+
+
+def open_executor(
+    files: BundleFiles, target: str | None = None, native: bool = True, checkpoint: Path | None = None
+) -> BundleExecutor:
+    """The executor of a checked bundle."""
+    variant = _variant(files, target, native)
+    weights: Mapping[str, Tensor] = files.weights(checkpoint)
+    runners = _Runners(files, variant)
+    programs: dict[str, ProgramRunner] = {}
+    held: dict[str, Tensor] = {}
+    for name, entry in files.manifest.programs.items():
+        data = files.json(entry["file"])
+        for spec in data["weights"].values():
+            if spec["tensor"] not in held:
+                held[spec["tensor"]] = weights[spec["tensor"]]
+        bound = {block: runners.get(digest) for block, digest in data["blocks"].items()}
+        programs[name] = ProgramRunner(data, bound, held, entry["file"])
+    model = files.manifest.model
+    return BundleExecutor(
+        programs,
+        model["windows"],
+        int(model["vocab_size"]),
+        int(model["max_model_len"]),
+        float(model["crossover"]),
+        torch.device("cpu"),
+    )
+
+
+def _variant(files: BundleFiles, target: str | None, native: bool) -> dict[str, Any] | None:
+    """The variant to run, or None for graph-only. Raises WrongTarget."""
+    variants: dict[str, Any] = files.manifest.variants
+    if target is not None and target not in variants:
+        raise WrongTarget(built_for=", ".join(variants), found=f"a request for {target!r}", fix=f"use one of {list(variants)}")
+    chosen: dict[str, Any] = variants[target] if target is not None else next(iter(variants.values()))
+    if not native or not chosen["native"]:
+        return None
+    found = {
+        "torch": ".".join(torch.__version__.split(".")[:2]),
+        "abi": torch.compiled_with_cxx11_abi(),
+    }
+    for key, have in found.items():
+        need = chosen["requires"].get(key)
+        if need != have:
+            raise WrongTarget(
+                built_for=f"{key} {need}", found=f"{key} {have}", fix="install that version, rebuild, or load(native=False)"
+            )
+    missing = missing_flags(str(chosen["requires"].get("isa", "")))
+    if missing:
+        raise WrongTarget(
+            built_for=chosen["requires"]["isa"], found=f"a processor without {missing}", fix="rebuild, or load(native=False)"
+        )
+    return chosen
+
+
+def missing_flags(isa: str) -> str:
+    """Processor features that an instruction set level needs and this machine lacks, in words."""
+    if isa not in ISA_FLAGS:
+        return f"support for {isa!r}"
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return "a readable /proc/cpuinfo"
+    flags = set((re.search(r"^flags\s*:(.*)$", text, re.M) or ["", ""])[1].split())
+    return " ".join(f for f in ISA_FLAGS[isa] if f not in flags)
+
+
+class _Runners:
+    """Block runners by block hash, each made once."""
+
+    def __init__(self, files: BundleFiles, variant: dict[str, Any] | None) -> None:
+        self.files, self.variant = files, variant
+        self.made: dict[str, Runner] = {}
+        for library in variant["libraries"] if variant else ():
+            torch.ops.load_library(str(files.path(library)))
+
+    def get(self, digest: str) -> Runner:
+        if digest not in self.made:
+            self.made[digest] = self._native(digest) if self.variant else self._graph(digest)
+        return self.made[digest]
+
+    def _native(self, digest: str) -> Runner:
+        assert self.variant is not None
+        file = self.variant["blocks"].get(digest)
+        if file is None:
+            raise BundleCorrupt(file="manifest.json", reason=f"no native code for block {digest[:12]}")
+        # the loader class itself, not torch._inductor's wrapper, which would import the compiler
+        package = torch._C._aoti.AOTIModelPackageLoader(str(self.files.path(file)), "model", False, 1, -1)
+        run: Runner = package.boxed_run
+        return run
+
+    def _graph(self, digest: str) -> Runner:
+        file = f"programs/blocks/{digest}.json"
+        function = GraphFunction(self.files.json(file), file)
+
+        def run(values: list[Any]) -> tuple[Any, ...]:
+            out = function(*values)
+            return out if isinstance(out, tuple) else (out,)
+
+        return run
+
+
+def _codec(files: BundleFiles) -> TextCodec | None:
+    section = files.manifest.tokenizer
+    if not section:
+        return None
+    return TextCodec.from_files(
+        files.path("tokenizer/tokenizer.json"),
+        json.loads(files.bytes("tokenizer/tokenizer_config.json")),
+        section.get("chat_template"),
+        section.get("generation_config", {}),
+    )
+
+
+def free_memory() -> int:
+    """Bytes that can be allocated without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise BadOption(name="memory_fraction", value="", reason="/proc/meminfo names no free memory", fix="run on Linux")
+
+
+__all__ = ["load", "open_executor"]

@@ -1,0 +1,49 @@
+"""Everything a user can set for a build, one field each. Unknown names are errors."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from deepinfer_compile.errors import BadOption, UnknownOption
+
+DTYPES = ("auto", "float32", "bfloat16")
+WEIGHTS = ("copy", "link", "none")
+
+
+@dataclass(frozen=True)
+class BuildSettings:
+    """Options of `build`.
+
+    dtype: computing type; auto is the checkpoint's. max_model_len: longest context; None is the model's own.
+    native: compile kernels (False: graph-only bundle). isa: x86-64-v3 or x86-64-v4 for the cpu target; None is this
+    machine's. weights: copy into the bundle, link to the folder, or none. waive: passes that may miss what a preset
+    says they must match. trim: trace only the first and last layer of each kind.
+    """
+
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    native: bool = True
+    isa: str | None = None
+    weights: str = "copy"
+    waive: tuple[str, ...] = ()
+    trim: bool = True
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("dtype", DTYPES), ("weights", WEIGHTS), ("isa", (None, "x86-64-v3", "x86-64-v4"))):
+            if getattr(self, name) not in allowed:
+                raise BadOption(
+                    name=name, value=getattr(self, name), reason="not one of the choices", fix=f"use one of {allowed}"
+                )
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise BadOption(name="max_model_len", value=self.max_model_len, reason="not positive", fix="use 1 or more")
+
+    @classmethod
+    def of(cls, **options: Any) -> BuildSettings:
+        """Settings from keyword arguments. Raises UnknownOption, BadOption."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                raise UnknownOption(name=name, known=", ".join(known))
+        return cls(**options)

@@ -1,0 +1,169 @@
+"""The cpu target: our C++ kernels for what is bound by memory, AOTInductor for the rest of every block.
+
+One AOTInductor compile per distinct block, weights and caches as inputs, so a bundle's native code does not grow with
+depth and holds no weights. Threads are taken from the running machine, not from the building one. The instruction set
+and the torch version are recorded; the loader refuses others.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Interpreter
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from deepinfer_compile import ops
+from deepinfer_compile.artifacts import cached
+from deepinfer_compile.errors import NativeBuildFailed, NoCompiler
+from deepinfer_compile.graph import value
+from deepinfer_compile.graphjson import to_json
+from deepinfer_compile.passbase import Pass
+from deepinfer_compile.passes.select_kernels import SelectKernels
+from deepinfer_compile.targets.base import Limits, Variant
+from deepinfer_compile.targets.cpu_kernels import LIBRARY, build_kernels, find_compiler, host_isa, render_kernels
+
+KERNELS = (
+    ("aten.linear", "deepinfer_cpu.linear"),
+    ("deepinfer.cached_attention", "deepinfer_cpu.cached_attention"),
+    ("deepinfer.cached_latent_attention", "deepinfer_cpu.cached_latent_attention"),
+    ("deepinfer.experts", "deepinfer_cpu.experts"),
+)
+SIMD_BITS = {"x86-64-v3": 256, "x86-64-v4": 512}
+MAX_SIZE = 1 << 40
+
+
+@dataclass(frozen=True)
+class CpuTarget:
+    """x86-64 Linux."""
+
+    name: str = "cpu"
+    limits: Limits = Limits(dtypes=("float32", "bfloat16"), device="cpu")
+
+    def missing(self) -> str | None:
+        try:
+            find_compiler()
+        except NoCompiler as err:
+            return str(err)
+        return None
+
+    def prepare(self) -> None:
+        torch.ops.load_library(str(self.library(host_isa())))
+        from deepinfer_compile.ops.cpu import register_fakes
+
+        register_fakes()
+
+    def library(self, isa: str) -> Path:
+        """The kernel library, built once per source, compiler and torch."""
+        key = {"kind": "cpu-kernels", "isa": isa, "torch": str(torch.__version__), "sources": render_kernels(isa)}
+        return cached(key, lambda out: _quietly(build_kernels, out, isa)) / LIBRARY
+
+    def lowering(self) -> tuple[Pass, ...]:
+        return (SelectKernels(kernels=KERNELS),)
+
+    def build(
+        self, blocks: dict[str, GraphModule], options: dict[str, Any], progress: Callable[[str], None]
+    ) -> Variant:
+        isa = options.get("isa") or host_isa()
+        progress("kernels")
+        begin = time.perf_counter()
+        library = self.library(isa)
+        seconds = {"kernels": time.perf_counter() - begin}
+        folder = sha256(library.read_bytes()).hexdigest()[:16]
+        files = {f"kernels/cpu/{folder}/{f.name}": f for f in sorted(library.parent.iterdir()) if f.is_file()}
+        paths: dict[str, str] = {}
+        for digest, gm in blocks.items():
+            progress(f"block {digest[:8]}")
+            begin = time.perf_counter()
+            package = _compile(gm, isa)
+            seconds[digest] = time.perf_counter() - begin
+            paths[digest] = f"kernels/cpu/{digest[:16]}/block.pt2"
+            files[paths[digest]] = package
+            files[f"kernels/cpu/{digest[:16]}/block.json"] = package.with_name("block.json")
+        requires = {"isa": isa, "torch": ".".join(torch.__version__.split(".")[:2]), "abi": torch.compiled_with_cxx11_abi()}
+        return Variant(self.name, True, requires, paths, (f"kernels/cpu/{folder}/{LIBRARY}",), files, seconds)
+
+
+def _quietly(build: Callable[[Path, str], Path], out: Path, isa: str) -> None:
+    build(out, isa)
+
+
+class _Inlined(nn.Module):
+    """A block whose remaining dialect ops run as their reference, so that Inductor fuses them."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        super().__init__()
+        self.gm = gm
+
+    def forward(self, *args: Any) -> Any:
+        return _Inliner(self.gm).run(*args)
+
+
+class _Inliner(Interpreter):
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        op = ops.find(target)
+        if op is not None and not op.mutates:
+            return op.reference(*args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def _compile(gm: GraphModule, isa: str) -> Path:
+    """AOTInductor package of one block, from the cache or built."""
+    graph = to_json(gm)
+    key = {"kind": "cpu-block", "isa": isa, "torch": str(torch.__version__), "graph": graph}
+
+    def build(out: Path) -> None:
+        (out / "block.json").write_text(json.dumps(graph, indent=1))
+        _aoti(gm, isa, out / "block.pt2")
+
+    return cached(key, build) / "block.pt2"
+
+
+def _aoti(gm: GraphModule, isa: str, package: Path) -> None:
+    import torch._inductor
+
+    examples, dynamic = _examples(gm)
+    config = {"cpp.march": isa, "cpp.simdlen": SIMD_BITS[isa], "cpp.dynamic_threads": True}
+    try:
+        with torch.no_grad():
+            program = torch.export.export(_Inlined(gm), tuple(examples), dynamic_shapes=(tuple(dynamic),), strict=False)
+            torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=config)
+    except Exception as err:  # Inductor raises many unrelated types; each means that this block cannot be compiled
+        reason = (str(err).strip().splitlines() or [type(err).__name__])[0]
+        raise NativeBuildFailed(what_="a block", target="cpu", reason=reason, log=package.parent) from err
+
+
+def _examples(gm: GraphModule) -> tuple[list[Tensor], list[dict[int, Any] | None]]:
+    """Fake example inputs with the recorded shapes, and which of their dimensions are dynamic."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    dims: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+    examples: list[Tensor] = []
+    dynamic: list[dict[int, Any] | None] = []
+    for node in gm.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        shape, moving = [], {}
+        for i, size in enumerate(value(node).shape):
+            if isinstance(size, int):
+                shape.append(size)
+                continue
+            name = str(size)
+            # different symbols get different example sizes, or export would take them for one
+            shape.append(sizes.setdefault(name, 11 + 2 * len(sizes)))
+            moving[i] = dims.setdefault(name, torch.export.Dim(name, min=1, max=MAX_SIZE))
+        with mode:
+            examples.append(torch.empty(shape, dtype=value(node).dtype))
+        dynamic.append(moving or None)
+    return examples, dynamic
+
+
+CPU = CpuTarget()
