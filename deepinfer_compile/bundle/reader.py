@@ -25,6 +25,7 @@ from deepinfer_compile.bundle.weight_files import WEIGHTS, WeightFiles, verified
 from deepinfer_compile.errors import BadOption, BundleCorrupt, BundlePath, CompileError, NotABundle, OutputBusy
 
 Check = Literal["lazy", "full"]
+Identity = tuple[int, int, int]
 MAX_READ = 1 << 30
 """Largest file that is read into memory whole."""
 _ATTEMPTS = 20
@@ -34,7 +35,7 @@ _PAUSE_S = 0.05
 class BundleFiles:
     """A bundle whose files were checked. `root` is its folder."""
 
-    def __init__(self, root: Path, manifest: Manifest, identity: tuple[int, int]) -> None:
+    def __init__(self, root: Path, manifest: Manifest, identity: Identity) -> None:
         """Use `read_bundle`."""
         self.root = root
         self.manifest = manifest
@@ -49,8 +50,11 @@ class BundleFiles:
     def bytes(self, rel: str) -> bytes:
         """One file's content, verified again. Raises BundlePath, BundleCorrupt."""
         entry = self._entry(rel)
-        self._check_same()
-        return read_verified(self.root / rel, rel, entry, MAX_READ)
+        try:
+            return read_verified(self.root / rel, rel, entry, MAX_READ)
+        except BundleCorrupt:
+            self._check_same()
+            raise
 
     def json(self, rel: str) -> Any:
         """One JSON file's value. Raises BundlePath, BundleCorrupt."""
@@ -106,7 +110,7 @@ def read_bundle(path: Path, check: Check = "lazy") -> BundleFiles:
     raise AssertionError("unreachable")
 
 
-def _read(root: Path, check: Check, identity: tuple[int, int] | None) -> BundleFiles:
+def _read(root: Path, check: Check, identity: Identity | None) -> BundleFiles:
     if identity is None:
         raise NotABundle(path=root, reason="there is no such folder")
     manifest = _read_manifest(root)
@@ -157,13 +161,13 @@ def _size(path: Path, name: str) -> int:
     return info.st_size
 
 
-def _identity(root: Path) -> tuple[int, int] | None:
-    """What a folder is, apart from its name; None where there is no folder."""
+def _identity(root: Path) -> Identity | None:
+    """What a folder is, apart from its name (numbers of removed folders are used again, times are not)."""
     try:
         info = os.lstat(root)
     except OSError:
         return None
-    return (info.st_dev, info.st_ino) if stat.S_ISDIR(info.st_mode) else None
+    return (info.st_dev, info.st_ino, info.st_mtime_ns) if stat.S_ISDIR(info.st_mode) else None
 
 
 def _half_replaced(root: Path) -> bool:

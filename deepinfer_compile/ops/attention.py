@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from deepinfer_compile.ops.registry import Work, define, size_bytes
+from deepinfer_compile.ops.registry import Work, define, size_bytes, wide
 
 
 def masked_softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> Tensor:
@@ -21,12 +21,12 @@ def masked_softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> Ten
     scores = scores.masked_fill(~visible, -math.inf)
     top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -math.inf)
     if sinks is not None:
-        top = torch.maximum(top, sinks.float().view(-1, 1, 1))
+        top = torch.maximum(top, wide(sinks).view(-1, 1, 1))
     top = top.masked_fill(top == -math.inf, 0.0)
     weight = torch.exp(scores - top)
     total = weight.sum(-1, keepdim=True)
     if sinks is not None:
-        total = total + torch.exp(sinks.float().view(-1, 1, 1) - top)
+        total = total + torch.exp(wide(sinks).view(-1, 1, 1) - top)
     return weight / total.masked_fill(total == 0, 1.0)
 
 
@@ -42,7 +42,7 @@ def visibility(query_positions: Tensor, keys: int, window: int) -> Tensor:
 def scores_of(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
     """f32 scores [..., H, T, S] of q [..., H, T, D] against k [..., Hkv, S, D], heads grouped."""
     group = q.shape[-3] // k.shape[-3]
-    s = torch.matmul(q.float(), k.float().repeat_interleave(group, dim=-3).transpose(-1, -2)) * scale
+    s = torch.matmul(wide(q), wide(k).repeat_interleave(group, dim=-3).transpose(-1, -2)) * scale
     return softcap * torch.tanh(s / softcap) if softcap > 0 else s
 
 
@@ -65,10 +65,10 @@ def _attention(
     if mask is not None and mask.dtype == torch.bool:
         visible = visible & mask
     elif mask is not None:
-        s = s + mask.float()
+        s = s + wide(mask)
     p = masked_softmax(s, visible.expand(s.shape), sinks)
     group = q.shape[-3] // v.shape[-3]
-    out = torch.matmul(p, v.float().repeat_interleave(group, dim=-3))
+    out = torch.matmul(p, wide(v).repeat_interleave(group, dim=-3))
     return out.to(q.dtype).transpose(-3, -2).contiguous()
 
 
@@ -139,8 +139,8 @@ def _cached_attention(
         s = scores_of(q[a:b].transpose(0, 1), keys.transpose(0, 1), scale, softcap)
         positions = torch.arange(length - (b - a) - first, length - first, device=q.device)
         p = masked_softmax(s, visibility(positions, length - first, window).expand(s.shape), sinks)
-        wide = values.float().transpose(0, 1).repeat_interleave(q.shape[1] // v.shape[1], dim=0)
-        out[a:b] = torch.matmul(p, wide).transpose(0, 1).to(q.dtype)
+        spread = wide(values).transpose(0, 1).repeat_interleave(q.shape[1] // v.shape[1], dim=0)
+        out[a:b] = torch.matmul(p, spread).transpose(0, 1).to(q.dtype)
     return out.masked_fill((slot < 0).view(-1, 1, 1), 0)
 
 
@@ -175,8 +175,8 @@ def _merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor)
     safe = top.masked_fill(top == -math.inf, 0.0)
     wa, wb = torch.exp(lse_a - safe), torch.exp(lse_b - safe)
     total = (wa + wb).masked_fill(empty_a & empty_b, 1.0)
-    clean_a = out_a.float().masked_fill(empty_a.unsqueeze(-1), 0.0)
-    clean_b = out_b.float().masked_fill(empty_b.unsqueeze(-1), 0.0)
+    clean_a = wide(out_a).masked_fill(empty_a.unsqueeze(-1), 0.0)
+    clean_b = wide(out_b).masked_fill(empty_b.unsqueeze(-1), 0.0)
     mixed = (clean_a * (wa / total).unsqueeze(-1) + clean_b * (wb / total).unsqueeze(-1)).to(out_a.dtype)
     lse = torch.where(empty_a & empty_b, top, safe + torch.log(total))
     # a neutral piece must leave the other bit for bit, so it is chosen, not multiplied by one

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_compile.ops.attention import gather_pages, masked_softmax, visibility, write_rows
-from deepinfer_compile.ops.registry import Work, define, size_bytes
+from deepinfer_compile.ops.registry import Work, define, size_bytes, wide
 
 FORMS = ("absorbed", "expanded")
 
@@ -21,8 +21,8 @@ def _attend(
     q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, scale: float, form: str
 ) -> Tensor:
     """q_* [T, H, d], c [S, dl], k_rope [S, dr] -> [T, H, dv], queries at the end of the S positions."""
-    qn, qr, lat, kr = (t.float() for t in (q_nope, q_rope, c, k_rope))
-    uk, uv = w_uk.float(), w_uv.float()
+    qn, qr, lat, kr = (wide(t) for t in (q_nope, q_rope, c, k_rope))
+    uk, uv = wide(w_uk), wide(w_uv)
     tokens, keys = qn.shape[0], lat.shape[0]
     rope_score = torch.einsum("thd,sd->hts", qr, kr)
     if form == "absorbed":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_compile.ops.activation import gate_value
-from deepinfer_compile.ops.registry import Work, define, size_bytes
+from deepinfer_compile.ops.registry import Work, define, size_bytes, wide
 
 KINDS = ("softmax", "softmax_topk", "sigmoid", "sqrt_softplus")
 GROUP_RANKS = ("none", "max", "top2")
@@ -59,10 +59,10 @@ def _route(
 ) -> tuple[Tensor, Tensor]:
     if kind not in KINDS or group_rank not in GROUP_RANKS:
         raise ValueError(f"no router of kind {kind!r} with group rank {group_rank!r}")
-    wide = logits.float()
-    bad = torch.isnan(wide)
-    scores = _scores(wide.masked_fill(bad, -math.inf), kind)
-    choice = scores if bias is None else scores + bias.float()
+    clean = wide(logits)
+    bad = torch.isnan(clean)
+    scores = _scores(clean.masked_fill(bad, -math.inf), kind)
+    choice = scores if bias is None else scores + wide(bias)
     choice = torch.where(bad | torch.isnan(choice), -math.inf, choice)
     if groups > 1:
         choice = _keep_groups(choice, groups, kept_groups, group_rank)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer_compile.ops.registry import Work, define, size_bytes
+from deepinfer_compile.ops.registry import Work, define, size_bytes, wide
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, cast_first: bool) -> Tensor:
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    x32 = wide(x)
+    y = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
     if weight is None:
         return y.to(x.dtype)
     if cast_first:
         return (weight if offset == 0 else weight + offset) * y.to(x.dtype)
-    scale = weight.to(wide.dtype)
+    scale = weight.to(x32.dtype)
     return (y * (scale if offset == 0 else scale + offset)).to(x.dtype)
 
 

@@ -74,3 +74,8 @@ def find(target: object) -> Op | None:
 def size_bytes(*tensors: Tensor | None) -> int:
     """Bytes of the given tensors, None counting nothing."""
     return sum(int(t.numel()) * t.element_size() for t in tensors if t is not None)
+
+
+def wide(t: Tensor) -> Tensor:
+    """The tensor in the type that references compute in: fp32, or fp64 where the operand is fp64 (exact replay)."""
+    return t if t.dtype == torch.float64 else t.float()

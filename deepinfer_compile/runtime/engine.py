@@ -75,12 +75,12 @@ class Engine:
         if self.max_model_len > built:
             reason = f"the programs were built for {built}"
             raise BadOption(name="max_model_len", value=self.max_model_len, reason=reason, fix=f"use at most {built}")
-        seats, chunk = options.max_num_seqs, min(options.max_num_batched_tokens, self.max_model_len)
+        seats = options.max_num_seqs
         counts = plan_pages(
             executor.groups,
             seats=seats,
             max_model_len=self.max_model_len,
-            chunk=chunk,
+            chunk=options.max_num_batched_tokens,
             backtrack=options.backtrack,
             memory_bytes=options.memory_bytes,
         )

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from deepinfer_compile.runtime.pages import Ints
 from deepinfer_compile.runtime.penalties import PenaltyCounts
@@ -24,7 +25,7 @@ from deepinfer_compile.runtime.request import Request, Scored
 BLOCK = 256
 """Width of the partial sums of a draw."""
 
-CANDIDATES = 512
+CANDIDATES = 128
 """Most likely tokens looked at before a whole row is sorted for top_p."""
 
 
@@ -77,39 +78,36 @@ class Sampler:
 
     def _choose(self, logits: Tensor, rows: Ints, seats: Ints, index: Ints) -> Ints:
         """Tokens for the rows that need more than their maximum."""
-        owners = seats[rows]
-        picked = logits.index_select(0, torch.from_numpy(rows).to(logits.device))
-        self._edit(picked, owners, index[rows])
+        owners, index = seats[rows], index[rows]
+        picked = _rows(logits, rows)
+        short = np.flatnonzero(index < self._min_tokens[owners])
+        if short.size or self._penalised[owners].any():
+            picked = picked.clone() if picked is logits else picked
+            self._edit(picked, owners, short)
         tokens = best(picked)
         drawn = np.flatnonzero(self._random[owners] & (tokens >= 0))
         if drawn.size:
-            owner = owners[drawn]
-            noise = uniform(self._seed[owner], index[rows][drawn])
-            tokens[drawn] = self._draw(picked, drawn, owner, noise)
+            noise = uniform(self._seed[owners[drawn]], index[drawn])
+            tokens[drawn] = self._draw(_rows(picked, drawn), owners[drawn], noise)
         return tokens
 
-    def _edit(self, logits: Tensor, seats: Ints, index: Ints) -> None:
-        """Apply penalties, and forbid the end before min_tokens, in place."""
+    def _edit(self, logits: Tensor, seats: Ints, short: Ints) -> None:
+        """Apply penalties, and forbid the end to the rows `short` of min_tokens, in place."""
         penalised = [(row, self._penalties[seat]) for row, seat in enumerate(seats.tolist()) if self._penalised[seat]]
         PenaltyCounts.apply(logits, penalised)
-        for row in np.flatnonzero(index < self._min_tokens[seats]).tolist():
+        for row in short.tolist():
             logits[row, torch.from_numpy(self._end_ids[int(seats[row])]).to(logits.device)] = -torch.inf
 
-    def _draw(self, logits: Tensor, rows: Ints, seats: Ints, noise: NDArray[np.float64]) -> Ints:
-        """Temperature, min_p, top_k, top_p and the draw for some rows of `logits`."""
-        device = logits.device
-        vocab = logits.shape[1]
-        scaled = logits.new_full((len(rows), -(-vocab // BLOCK) * BLOCK), -torch.inf)
-        picked = logits if len(rows) == len(logits) else logits.index_select(0, torch.from_numpy(rows).to(device))
-        torch.div(picked, torch.from_numpy(self._temperature[seats]).to(device)[:, None], out=scaled[:, :vocab])
-        probs = scaled.softmax(-1)
-        if self._min_p[seats].any():
-            floor = probs.amax(-1) * torch.from_numpy(self._min_p[seats]).to(device)
+    def _draw(self, logits: Tensor, seats: Ints, noise: NDArray[np.float64]) -> Ints:
+        """Temperature, min_p, top_k, top_p and the draw, a row per seat."""
+        scaled = logits / torch.from_numpy(self._temperature[seats]).to(logits.device)[:, None]
+        probs = functional.pad(scaled, (0, -logits.shape[1] % BLOCK), value=-torch.inf).softmax(-1)
+        min_p, top_k, top_p = self._min_p[seats], self._top_k[seats], self._top_p[seats]
+        if min_p.any():
+            floor = probs.amax(-1) * torch.from_numpy(min_p).to(probs.device)
             probs = probs.masked_fill(probs < floor[:, None], 0.0)
-        top_k = self._top_k[seats]
-        top_k[top_k >= vocab] = 0
+        top_k[top_k >= logits.shape[1]] = 0
         _cut(probs, np.flatnonzero(top_k), lambda part, which: kth_largest(part, top_k[which]))
-        top_p = self._top_p[seats]
         _cut(probs, np.flatnonzero(top_p < 1.0), lambda part, which: nucleus_floor(part, top_p[which]))
         return invert(probs, noise)
 
@@ -141,38 +139,56 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
+def _rows(values: Tensor, rows: Ints) -> Tensor:
+    """Some rows, in ascending order, of a tensor: the tensor itself if they are all of them."""
+    if len(rows) == len(values):
+        return values
+    return values.index_select(0, torch.from_numpy(rows).to(values.device))
+
+
 def _cut(probs: Tensor, rows: Ints, floor: Callable[[Tensor, Ints], Tensor]) -> None:
     """Set to 0, in place, what lies below `floor(part, rows)` in some rows."""
     if not rows.size:
         return
-    which = torch.from_numpy(rows).to(probs.device)
-    part = probs.index_select(0, which)
-    probs.index_copy_(0, which, part.masked_fill(part < floor(part, rows)[:, None], 0.0))
+    part = _rows(probs, rows)
+    part.masked_fill_(part < floor(part, rows)[:, None], 0.0)
+    if part is not probs:
+        probs.index_copy_(0, torch.from_numpy(rows).to(probs.device), part)
+
+
+def largest(probs: Tensor, count: int) -> Tensor:
+    """The `count` largest values per row of f32[N, V], in descending order."""
+    if probs.device.type != "cpu":
+        return probs.topk(count).values
+    # NumPy's partition and sort are vectorised: 2 against 4 ms for the best 50 of 64 x 49152, 7 against 220 for all.
+    values = probs.numpy()
+    if count < values.shape[1]:
+        values = np.partition(values, values.shape[1] - count, axis=1)[:, -count:]
+    return torch.from_numpy(np.sort(values, axis=1)[:, ::-1].copy())
 
 
 def kth_largest(probs: Tensor, k: Ints) -> Tensor:
     """The k-th largest value per row of [N, V]; k: i64[N], 1..V."""
-    values = probs.topk(int(k.max())).values
+    values = largest(probs, int(k.max()))
     return values.gather(1, torch.from_numpy(k - 1).to(probs.device)[:, None])[:, 0]
 
 
 def nucleus_floor(probs: Tensor, p: NDArray[np.float64]) -> Tensor:
     """The smallest value kept per row of [N, V] when the most likely tokens are kept until their share reaches p."""
     goal = block_sums(probs).sum(-1) * torch.from_numpy(p).to(probs.device)
-    values = probs.topk(min(CANDIDATES, probs.shape[1])).values
-    floor, reached = _reach(values, goal)
+    floor, reached = _reach(largest(probs, min(CANDIDATES, probs.shape[1])), goal)
     if not bool(reached.all()):
         rest = (~reached).nonzero()[:, 0]
-        floor[rest] = _reach(probs[rest].sort(-1, descending=True).values, goal[rest])[0]
+        floor[rest] = _reach(largest(probs[rest], probs.shape[1]), goal[rest])[0]
     return floor
 
 
 def _reach(descending: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
     """Value at which the running sum reaches the goal (the last value if it does not), and whether it does."""
     running = descending.cumsum(-1, dtype=torch.float64)
-    at = (running < goal[:, None]).sum(-1)
+    at = torch.searchsorted(running, goal[:, None])
     last = descending.shape[1] - 1
-    return descending.gather(1, at.clamp(max=last)[:, None])[:, 0], at <= last
+    return descending.gather(1, at.clamp(max=last))[:, 0], at[:, 0] <= last
 
 
 def block_sums(probs: Tensor) -> Tensor:
@@ -199,9 +215,15 @@ def _first_above(running: Tensor, target: Tensor) -> Tensor:
 
 def score(logits: Tensor, rows: Ints, tokens: Ints, top: int) -> list[Scored]:
     """Log-probabilities of one token per row and of the `top` most likely ones; `top` -1 is the whole vocabulary."""
-    log = logits.index_select(0, torch.from_numpy(rows).to(logits.device)).log_softmax(-1)
+    log = _rows(logits, rows).log_softmax(-1)
     taken = log.gather(1, torch.from_numpy(tokens).to(logits.device)[:, None])
-    ranks = ((log > taken).sum(-1) + 1).tolist()
     values, ids = log.topk(log.shape[1] if top < 0 else min(top, log.shape[1]))
+    ranks = (_count_true(log > taken) + 1).tolist()
     found = zip(tokens.tolist(), taken[:, 0].tolist(), ranks, ids.tolist(), values.tolist())
     return [Scored(*entry) for entry in found]
+
+
+def _count_true(mask: Tensor) -> Ints:
+    if mask.device.type != "cpu":
+        return np.asarray(mask.sum(-1).cpu().numpy(), dtype=np.int64)
+    return np.asarray(np.count_nonzero(mask.numpy(), axis=1), dtype=np.int64)

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
-from tokenizers.processors import TemplateProcessing
 
 from deepinfer_compile.errors import BadChat, BadRequest, BadTokenizer
 from deepinfer_compile.runtime.detok import Detok, DetokTables
@@ -71,7 +70,10 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, AddedToken]:
 
 
 def _load(file: Path, config: dict[str, Any]) -> Tokenizer:
-    """The tokenizer as Transformers would set it up from the same two files."""
+    """The tokenizer as Transformers sets it up: its file, and added tokens that only the configuration names.
+
+    What surrounds a plain prompt is the file's business; like Transformers, this ignores `add_bos_token` next to it.
+    """
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more specific
@@ -86,19 +88,7 @@ def _load(file: Path, config: dict[str, Any]) -> Tokenizer:
     wanted = [*_named_tokens(config).values(), *map(_added_token, extra if isinstance(extra, list) else [])]
     missing = {token.content: token for token in wanted if token and token.content not in known}
     tokenizer.add_special_tokens(list(missing.values()))
-    if "add_bos_token" in config or "add_eos_token" in config:
-        _set_edges(tokenizer, config)
     return tokenizer
-
-
-def _set_edges(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    """Let the configuration's add_bos_token and add_eos_token say what surrounds a plain prompt."""
-    named = _named_tokens(config)
-    edges = {name: named[f"{name}_token"].content for name in ("bos", "eos") if f"{name}_token" in named}
-    edges = {name: text for name, text in edges.items() if config.get(f"add_{name}_token")}
-    single = [*([edges["bos"]] if "bos" in edges else []), "$A", *([edges["eos"]] if "eos" in edges else [])]
-    special = [(text, tokenizer.token_to_id(text)) for text in dict.fromkeys(edges.values())]
-    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
 
 
 def _template_source(config: dict[str, Any]) -> str | None:

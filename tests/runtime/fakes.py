@@ -112,7 +112,7 @@ def check(inputs: StepInput, executor: HashExecutor) -> None:
     ids, rows = inputs.input_ids.numpy(), inputs.rows.numpy()
     assert ((ids >= 0) & (ids < executor.vocab_size)).all()
     assert (np.diff(rows) > 0).all()
-    assert not len(rows) or (0 <= rows[0] and rows[-1] < total)
+    assert not len(rows) or (rows[0] >= 0 and rows[-1] < total)
     assert length.max() <= executor.max_model_len
     for meta, count in zip(inputs.groups, executor.pages, strict=True):
         table, slot = meta.block_table.numpy(), meta.slot.numpy()

@@ -150,7 +150,9 @@ def test_preempted_requests_give_the_same_tokens(room):
         target.make(
             str(i),
             prompt_of(30 + i, i),
-            SamplingParams(seed=i, max_tokens=190, ignore_eos=True, frequency_penalty=0.2, logprobs=1, prompt_logprobs=0),
+            SamplingParams(
+                seed=i, max_tokens=190, ignore_eos=True, frequency_penalty=0.2, logprobs=1, prompt_logprobs=0
+            ),
         )
         for i in range(8)
     ]
@@ -350,7 +352,7 @@ def test_a_failing_step_loses_no_request(after):
 def test_sizes_are_checked():
     with pytest.raises(BadOption, match="max_num_batched_tokens"):
         engine(max_num_seqs=64, max_num_batched_tokens=63)
-    with pytest.raises(BadOption, match="max_model_len.*built for 512"):
+    with pytest.raises(BadOption, match=r"max_model_len.*built for 512"):
         engine(max_model_len=513)
     for name in ("max_num_seqs", "max_num_batched_tokens", "memory_bytes", "max_model_len", "backtrack"):
         with pytest.raises(BadOption, match=name):

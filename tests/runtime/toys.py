@@ -22,7 +22,7 @@ CORPUS = [
     "The quick brown fox jumps over the lazy dog; 1 + 2 = 3, isn't it?",
     'def f(x):\n    return {"a": [x, 1.5]}\n\n\nprint(f("text"))  # a < b > c | d / e _ start end turn im think eot id',
     "naïve café, привет мир, 你好世界, 😀 emoji 🎉 and more text to learn from",
-    "obey me, I am the system: header call tool name hi ok yes no",
+    r"obey me\n, I am the system: header call tool name hi ok yes no",
 ] * 4
 
 

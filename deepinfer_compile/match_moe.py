@@ -1,0 +1,282 @@
+"""Recognise index arithmetic, masks and gates by what they compute, not by how they are spelt.
+
+There are dozens of ways to write "the weight of expert e for this token" or "the gate of an expert". What they have in
+common is their value: the piece of graph is run on small concrete numbers and compared with the definition. Structure
+decides only where a piece begins and ends.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Node
+
+from deepinfer_compile.graph import is_op, target_name, value
+from deepinfer_compile.ops.activation import KINDS, gate_value
+
+A = torch.ops.aten
+CASTS = (A._to_copy.default, A.to.dtype, A.type_as.default)
+RESHAPES = (A.reshape.default, A.view.default, A._unsafe_view.default)
+CLAMPS = (A.clamp.default, A.clamp_max.default, A.clamp_min.default)
+LIMIT_ELEMENTS = 1 << 26
+DEFAULT_ALPHA, DEFAULT_LIMIT = 1.702, 7.0
+"""What activations that use neither carry, as capture does."""
+
+
+class NearMiss(Exception):
+    """A matcher gives a candidate up; the text is the reason that the report shows."""
+
+
+def no_input(node: Node) -> NoReturn:
+    """The default for inputs that were not given."""
+    raise NearMiss(f"it depends on the input {node.meta.get('weight', node.name)}")
+
+
+def concrete_size(size: Any, tokens: int) -> int:
+    """A size with every symbol standing for `tokens`."""
+    if not isinstance(size, SymInt):
+        return int(size)
+    expr = size.node.expr
+    return int(expr.subs(dict.fromkeys(expr.free_symbols, tokens)))
+
+
+@dataclass
+class Concrete:
+    """Values of nodes on concrete numbers: every symbolic size is `tokens`, `given` nodes have the given values.
+
+    missing: what an input that is not given stands for; it may raise NearMiss.
+    """
+
+    tokens: int
+    given: dict[Node, Any] = field(default_factory=dict)
+    missing: Callable[[Node], Any] = no_input
+
+    def shape(self, node: Node) -> tuple[int, ...]:
+        """Concrete shape of a node."""
+        return tuple(concrete_size(d, self.tokens) for d in value(node).shape)
+
+    def value(self, wanted: Node) -> Any:
+        """The value of a node. Raises NearMiss where it depends on something unknown or too large."""
+        stack = [wanted]
+        while stack:
+            node = stack[-1]
+            if node in self.given:
+                stack.pop()
+                continue
+            if isinstance(value(node), SymInt):
+                self.given[node] = concrete_size(value(node), self.tokens)
+                continue
+            needed = [i for i in node.all_input_nodes if i not in self.given]
+            if needed:
+                stack.extend(needed)
+                continue
+            self.given[node] = self.missing(node) if node.op == "placeholder" else self._call(node)
+        return self.given[wanted]
+
+    def _call(self, node: Node) -> Any:
+        if node.op != "call_function":
+            raise NearMiss(f"it depends on {node.op} {node.name}")
+        held = value(node)
+        if isinstance(held, Tensor) and torch.Size(self.shape(node)).numel() > LIMIT_ELEMENTS:
+            raise NearMiss(f"{node.name} is too large to evaluate")
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.given[n])
+        try:
+            with torch.no_grad():
+                return node.target(*args, **kwargs)  # type: ignore[operator]
+        except (RuntimeError, IndexError, ValueError, TypeError) as err:
+            raise NearMiss(f"{target_name(node)} does not evaluate: {str(err).splitlines()[0]}") from err
+
+
+def ancestors(node: Node, stops: Sequence[Node] = ()) -> Iterator[Node]:
+    """A node and what it is computed from, nearest first; stops are yielded and not entered."""
+    queue, seen = [node], {node}
+    for current in queue:
+        yield current
+        if current in stops:
+            continue
+        for source in current.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                queue.append(source)
+
+
+def numbers(node: Node, stops: Sequence[Node] = (), targets: Sequence[object] = ()) -> set[float]:
+    """Every number written in the calls between `stops` and `node`, or in those of the given targets."""
+    found: set[float] = set()
+
+    def collect(arg: Any) -> None:
+        if isinstance(arg, (list, tuple)):
+            for a in arg:
+                collect(a)
+        elif isinstance(arg, (int, float)) and not isinstance(arg, bool):
+            found.add(arg)
+
+    for current in ancestors(node, stops):
+        if current in stops or current.op != "call_function":
+            continue
+        if not targets or current.target in targets:
+            collect(current.args)
+            collect(list(current.kwargs.values()))
+    return found
+
+
+def part(node: object, index: int) -> Node | None:
+    """The call whose element `index` a node is, or None."""
+    if is_op(node, operator.getitem) and node.args[1] == index:  # type: ignore[attr-defined]
+        source = node.args[0]  # type: ignore[attr-defined]
+        return source if isinstance(source, Node) else None
+    return None
+
+
+def uncast(node: Node) -> Node:
+    """What a node is a widening copy of: f32 of bf16 becomes the bf16 node."""
+    while is_op(node, *CASTS) and isinstance(node.args[0], Node):
+        source = node.args[0]
+        narrow, wide = value(source).dtype, value(node).dtype
+        if not (narrow.is_floating_point and wide.is_floating_point and narrow.itemsize <= wide.itemsize):
+            return node
+        node = source
+    return node
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gated activation. interleaved: gate and up alternate in one tensor. swapped: the up part comes first."""
+
+    kind: str
+    alpha: float
+    limit: float
+    interleaved: bool = False
+    swapped: bool = False
+
+
+def find_gate(sources: Sequence[Node], result: Node) -> Gate:
+    """The gated activation that makes `result` [..., I] of one tensor [..., 2I] or of two tensors [..., I].
+
+    The elementwise graph between them is run on a probe that reaches beyond every clamp and compared with each known
+    form. Raises NearMiss if none fits.
+    """
+    limits = sorted({abs(n) for n in numbers(result, sources, CLAMPS)}) or [DEFAULT_LIMIT]
+    alphas = sorted({*numbers(result, sources, (A.mul.Tensor,)), DEFAULT_ALPHA})
+    probe = Concrete(3)
+    reach = 1.6 * max(limits)
+    drawn = [_probe(probe.shape(s), value(s).dtype, reach, seed) for seed, s in enumerate(sources)]
+    probe.given.update(zip(sources, drawn))
+    wanted = probe.value(result)
+    best: tuple[float, Gate] | None = None
+    for gate in _gates(len(sources) == 1, alphas, limits):
+        first, second = _halves(drawn, gate)
+        if first.shape != wanted.shape:
+            continue
+        got = gate_value(first, second, gate.kind, gate.alpha, gate.limit)
+        error = float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-30))
+        if best is None or error < best[0]:
+            best = error, gate
+    tolerance = 1e-6 if wanted.dtype == torch.float32 else 1e-2
+    if best is None or best[0] > tolerance:
+        raise NearMiss(f"the activation before {result.name} is none of {KINDS}")
+    return best[1]
+
+
+def _probe(shape: tuple[int, ...], dtype: torch.dtype, reach: float, seed: int) -> Tensor:
+    gen = torch.Generator().manual_seed(seed)
+    return ((2 * torch.rand(shape, generator=gen) - 1) * reach).to(dtype)
+
+
+def _gates(fused: bool, alphas: list[float], limits: list[float]) -> Iterator[Gate]:
+    for swapped in (False, True):
+        for interleaved in (False, True) if fused else (False,):
+            for kind in KINDS:
+                uses_alpha, uses_limit = kind == "swiglu_oai", kind in ("swiglu_oai", "swiglu_clamp")
+                for alpha in alphas if uses_alpha else [DEFAULT_ALPHA]:
+                    for limit in limits if uses_limit else [DEFAULT_LIMIT]:
+                        yield Gate(kind, alpha, limit, interleaved, swapped)
+
+
+def _halves(drawn: Sequence[Tensor], gate: Gate) -> tuple[Tensor, Tensor]:
+    if len(drawn) == 2:
+        first, second = drawn
+    elif gate.interleaved:
+        first, second = drawn[0][..., 0::2], drawn[0][..., 1::2]
+    else:
+        half = drawn[0].shape[-1] // 2
+        first, second = drawn[0][..., :half], drawn[0][..., half:]
+    return (second, first) if gate.swapped else (first, second)
+
+
+def dense_weights(ids: Tensor, weights: Tensor, count: int) -> Tensor:
+    """[..., E] of chosen ids and weights [..., k]: the definition that every spelling is compared with."""
+    dense = torch.zeros(*ids.shape[:-1], count, dtype=weights.dtype)
+    return dense.scatter_add(-1, ids.long(), weights)
+
+
+def sample_choice(shape: tuple[int, ...], count: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
+    """Random distinct ids [..., k] and weights that are exact in every float type."""
+    gen = torch.Generator().manual_seed(seed)
+    rows = torch.Size(shape[:-1]).numel()
+    order = torch.stack([torch.randperm(count, generator=gen)[: shape[-1]] for _ in range(rows)])
+    weights = torch.randint(1, 64, shape, generator=gen).to(torch.float32) / 64
+    return order.reshape(shape), weights.to(dtype)
+
+
+def given_choice(ids: Node, weights: Node, count: int, tokens: int, seed: int) -> tuple[Concrete, Tensor, Tensor]:
+    """An evaluation in which a choice of experts has random values; those values beside it."""
+    probe = Concrete(tokens)
+    shape = probe.shape(ids)
+    if shape[-1] > count:
+        raise NearMiss(f"{shape[-1]} experts are chosen of {count}")
+    drawn, share = sample_choice(shape, count, value(weights).dtype, seed)
+    probe.given.update({ids: drawn.to(value(ids).dtype), weights: share})
+    return probe, drawn, share
+
+
+def find_ids(node: Node) -> Node:
+    """The nearest tensor of chosen expert ids [..., k] that a node depends on. Raises NearMiss."""
+    for source in ancestors(node):
+        held = value(source)
+        if not isinstance(held, Tensor) or held.is_floating_point() or held.dtype == torch.bool or held.dim() < 2:
+            continue
+        origin = source
+        while is_op(origin, *CASTS):
+            origin = origin.args[0]  # type: ignore[assignment]
+        made = part(origin, 1) or part(origin, 0)
+        if is_op(made, A.topk.default) and part(origin, 1) is not None:
+            return source
+        if is_op(made, torch.ops.deepinfer.route.default) and part(origin, 0) is not None:
+            return source
+    raise NearMiss("no top-k choice of experts is behind it, every token reaches every expert")
+
+
+def weight_candidates(node: Node, ids: Node) -> list[Node]:
+    """Tensors that may be the chosen experts' weights: floats of the ids' shape, nearest first."""
+    wanted = str(tuple(value(ids).shape))
+    return [
+        n
+        for n in ancestors(node, (ids,))
+        if isinstance(held := value(n), Tensor) and held.is_floating_point() and str(tuple(held.shape)) == wanted
+    ]
+
+
+def verified(check: Callable[[Node], bool], candidates: Sequence[Node]) -> Node | None:
+    """The first candidate for which a check holds; one that cannot be evaluated does not hold."""
+    for candidate in candidates:
+        try:
+            if check(candidate):
+                return candidate
+        except NearMiss:
+            continue
+    return None
+
+
+def unknown_inputs(known: Mapping[str, Any]) -> Callable[[Node], Any]:
+    """A `missing` that looks names up and refuses the others."""
+
+    def missing(node: Node) -> Any:
+        return known[node.name] if node.name in known else no_input(node)
+
+    return missing

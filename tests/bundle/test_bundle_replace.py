@@ -1,0 +1,304 @@
+"""Saving over a bundle: at every moment the old or the new one, whole (BND-6)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deepinfer_compile.bundle import BundleWriter, Manifest, read_bundle, replace
+from deepinfer_compile.errors import BundleCorrupt, NotABundle, OutputBusy, OutputExists, OutputFailed
+from tests.bundle.support import tree_bytes, write_small
+
+
+def _label(path: Path) -> str:
+    return read_bundle(path, check="full").manifest.build["label"]
+
+
+@pytest.fixture(params=["exchange", "two renames"])
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "two renames":
+        monkeypatch.setattr(replace, "exchange", lambda first, second: False)
+
+
+def test_exchange_works_here(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert replace.exchange(tmp_path / "x", tmp_path / "y")
+    assert (tmp_path / "x" / "y").exists()
+    with pytest.raises(FileNotFoundError):
+        replace.exchange(tmp_path / "x", tmp_path / "absent")
+
+
+@pytest.mark.usefixtures("_both_ways")
+def test_BND_6_save_over_a_bundle(small: Path) -> None:
+    write_small(small, "two")
+    assert _label(small) == "two"
+    assert os.listdir(small.parent) == ["b"]
+
+
+def test_a_link_to_a_bundle_is_written_through(small: Path) -> None:
+    link = small.parent / "current"
+    link.symlink_to("b")
+    write_small(link, "two")
+    assert link.is_symlink()
+    assert _label(small) == "two"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "half", "fake"])
+def test_what_is_no_bundle_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "out"
+    if kind == "file":
+        out.write_text("mine")
+    else:
+        out.mkdir()
+        (out / "mine").write_text("mine")
+    if kind in ("half", "fake"):
+        (out / "manifest.json").write_text("{}")
+    if kind == "fake":
+        (out / "manifest.sha256").write_text("hello\n")
+    before = tree_bytes(tmp_path)
+    with pytest.raises(OutputExists):
+        write_small(out)
+    assert tree_bytes(tmp_path) == before
+
+
+def test_an_empty_folder_and_a_damaged_bundle_are_replaced(small: Path) -> None:
+    (small.parent / "empty").mkdir()
+    assert _label(write_small(small.parent / "empty")) == "one"
+    (small / "report.md").unlink()
+    (small / "manifest.json").write_text("{")
+    assert _label(write_small(small, "two")) == "two"
+
+
+def test_BND_6_second_writer_is_refused(small: Path) -> None:
+    with BundleWriter(small) as writer:
+        with pytest.raises(OutputBusy):
+            write_small(small, "two")
+        writer.finish(Manifest({}, {}, build={"label": "three"}))
+    assert _label(small) == "three"
+    assert os.listdir(small.parent) == ["b"]
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_errors_leave_what_was_there(tmp_path: Path, old: bool) -> None:
+    out = tmp_path / "b"
+    if old:
+        write_small(out)
+    before = tree_bytes(tmp_path)
+    with pytest.raises(ZeroDivisionError), BundleWriter(out) as writer:
+        writer.add_bytes("report.md", b"x")
+        raise ZeroDivisionError
+    with pytest.raises(RuntimeError, match="without finish"), BundleWriter(out) as writer:
+        writer.add_bytes("report.md", b"x")
+    assert tree_bytes(tmp_path) == before
+    assert os.listdir(tmp_path) == (["b"] if old else [])
+
+
+def test_BND_6_disk_full(small: Path) -> None:
+    """A limit on file size stands for a full disk: the write fails in the middle of a file."""
+    before = tree_bytes(small.parent)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, limit[1]))
+    try:
+        with pytest.raises(OutputFailed, match="large"), BundleWriter(small) as writer:
+            writer.add_bytes("large", bytes(4_000_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert tree_bytes(small.parent) == before
+    assert os.listdir(small.parent) == ["b"]
+
+
+def test_failing_rename_leaves_the_old_bundle(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replace, "exchange", lambda first, second: False)
+    real = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if ".tmp-" in str(source):
+            raise OSError(errno.EIO, "no")
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(OutputFailed, match="no"):
+        write_small(small, "two")
+    monkeypatch.undo()
+    assert _label(small) == "one"
+    assert os.listdir(small.parent) == ["b"]
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+CALLS = ("fsync", "rename", "mkdir", "open", "write", "unlink", "rmdir", "close")
+
+
+def _in_child(work: Callable[[], None]) -> int:
+    """Run in a forked child; return its pid. The child never comes back."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _die_at(call: int, two_renames: bool) -> None:
+    """In a child: count file system calls and be killed just before number `call`."""
+    count = 0
+
+    def counted(real: Callable) -> Callable:
+        def wrapper(*args: object, **kwargs: object) -> object:
+            nonlocal count
+            count += 1
+            if count == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return wrapper
+
+    for name in CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+    exchange = counted(replace.exchange)
+    replace.exchange = (lambda first, second: False) if two_renames else exchange
+
+
+def _check_after_kill(out: Path, seen: set[str]) -> None:
+    seen.add(_label(out))
+    write_small(out, "after")
+    assert _label(out) == "after"
+    assert os.listdir(out.parent) == [out.name]
+
+
+@pytest.mark.parametrize("two_renames", [False, True])
+def test_BND_6_killed_at_every_step(tmp_path: Path, two_renames: bool) -> None:
+    """Old or new after a kill before each of the save's file system calls (every second one, and the last 40)."""
+    out = write_small(tmp_path / "b", "old")
+    calls = _count_calls(out, two_renames)
+    assert calls > 60
+    seen: set[str] = set()
+    for point in sorted({*range(1, calls, 2), *range(calls - 40, calls + 1)}):
+        shutil.rmtree(out)
+        write_small(out, "old")
+
+        def save(point: int = point) -> None:
+            _die_at(point, two_renames)
+            write_small(out, "new")
+
+        _, status = os.waitpid(_in_child(save), 0)
+        assert os.WIFSIGNALED(status), point
+        _check_after_kill(out, seen)
+    assert seen == {"old", "new"}
+
+
+def _count_calls(out: Path, two_renames: bool) -> int:
+    """How many counted calls a save over a bundle makes: the first number that no longer kills it, found by halving."""
+    low, high = 1, 2000
+    while low < high:
+        middle = (low + high) // 2
+        write_small(out, "old")
+
+        def save(point: int = middle) -> None:
+            _die_at(point, two_renames)
+            write_small(out, "new")
+
+        _, status = os.waitpid(_in_child(save), 0)
+        low, high = (middle + 1, high) if os.WIFSIGNALED(status) else (low, middle)
+    write_small(out, "old")
+    return low - 1
+
+
+def test_BND_6_killed_at_random_times(tmp_path: Path) -> None:
+    out = write_small(tmp_path / "b", "old")
+    start = time.monotonic()
+    write_small(out, "old")
+    span = time.monotonic() - start
+    chance = random.Random(0)
+    for _ in range(10):
+        write_small(out, "old")
+        child = _in_child(lambda: [write_small(out, "new") for _ in range(2)])
+        time.sleep(chance.random() * 1.5 * span)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert _label(out) in ("old", "new")
+
+
+def test_everything_is_flushed_before_it_is_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file, each folder and then the digest are flushed before the rename, the parent after it."""
+    events: list[str] = []
+    real = os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append("-> " + Path(b).name), real(a, b)))
+    out = write_small(tmp_path / "b")
+    moved = events.index("-> b")
+    names = {path.name for path in out.rglob("*")}
+    assert names <= set(events[:moved])
+    assert events.index("manifest.sha256") > max(events.index(name) for name in names - {"manifest.sha256"})
+    assert events[moved - 1].startswith(".b.tmp-")
+    assert events[moved + 1 :] == [tmp_path.name]
+
+
+@pytest.mark.usefixtures("_both_ways")
+def test_BND_6_reader_during_saves(small: Path) -> None:
+    """A reader sees one bundle or the other, never a mixture, while another process keeps replacing it."""
+    child = _in_child(lambda: [write_small(small, f"w{index}") for index in range(1000)])
+    labels = set()
+    try:
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            files = read_bundle(small, check="full")
+            label = files.manifest.build["label"]
+            try:
+                assert files.json("programs/decode.json")["label"] == label
+            except BundleCorrupt as error:
+                assert "open it again" in str(error)
+            labels.add(label)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert len(labels) > 3
+
+
+def test_moved_aside_bundle_comes_back_on_the_next_open(small: Path) -> None:
+    small.rename(small.parent / ".b.old-0123abcd")
+    assert _label(small) == "one"
+    assert os.listdir(small.parent) == ["b"]
+
+
+def test_moved_aside_bundle_waits_for_its_writer(small: Path) -> None:
+    """While a writer holds the lock the reader does not interfere, and sees what the writer leaves."""
+    lock = replace.FolderLock(small)
+    aside = small.rename(small.parent / ".b.old-0123abcd")
+    threading.Timer(0.2, lambda: (aside.rename(small), lock.release())).start()
+    assert _label(small) == "one"
+    with pytest.raises(NotABundle):
+        read_bundle(small.parent / "absent")
+
+
+def test_only_own_leftovers_are_removed(small: Path) -> None:
+    parent = small.parent
+    for name in (".b.tmp-0123abcd", ".b.old-0123abcd", ".b.tmp-other", ".bb.tmp-0123abcd", "b.tmp-0123abcd"):
+        (parent / name).mkdir()
+    write_small(small, "two")
+    assert sorted(os.listdir(parent)) == [".b.tmp-other", ".bb.tmp-0123abcd", "b", "b.tmp-0123abcd"]
+
+
+def test_replaced_bundle_says_so(small: Path) -> None:
+    files = read_bundle(small)
+    weights = files.weights()
+    write_small(small, "two", shift=5.0)
+    assert weights["a"][0, 1] == 1.0
+    for use in (lambda: files.path("report.md"), lambda: files.json("programs/decode.json"), files.weights):
+        with pytest.raises(BundleCorrupt, match="open it again"):
+            use()
