@@ -240,7 +240,9 @@ def _manifest(compiled: Compiled, options: BuildSettings, variants: Sequence[Var
         tied=ledger.tied,
         constants=constants_table(names),
         waivers=tuple(r.waived for records in compiled.records.values() for r in records if r.waived),
-        weights=WeightSource(options.weights, str(source.folder.resolve()) if options.weights == "link" and source.folder else ""),
+        weights=WeightSource(
+            options.weights, str(source.folder.resolve()) if options.weights == "link" and source.folder else ""
+        ),
     )
 
 

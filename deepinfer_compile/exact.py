@@ -26,7 +26,8 @@ def exact_program(program: Program) -> Program:
     blocks = {name: _exact_graph(gm) for name, gm in program.blocks.items()}
     caches = tuple(replace(c, dtype=_exact_type(c.dtype)) for c in program.caches)
     weights = {
-        name: replace(r, value=None if r.value is None else exact_tensor(r.value)) for name, r in program.weights.items()
+        name: replace(r, value=None if r.value is None else exact_tensor(r.value))
+        for name, r in program.weights.items()
     }
     return replace(program, skeleton=copy_module(program.skeleton), blocks=blocks, caches=caches, weights=weights)
 

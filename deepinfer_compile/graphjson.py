@@ -115,7 +115,9 @@ class _Values:
             return torch.empty(dims, dtype=getattr(torch, stored["dtype"]))
 
 
-def from_json(data: dict[str, Any], blocks: dict[str, GraphModule] | None = None, values: _Values | None = None) -> GraphModule:
+def from_json(
+    data: dict[str, Any], blocks: dict[str, GraphModule] | None = None, values: _Values | None = None
+) -> GraphModule:
     """A graph module from its data; `blocks` are the graphs that a skeleton calls."""
     values = values or _Values()
     graph = Graph()
@@ -159,5 +161,3 @@ def _block_value(blocks: dict[str, GraphModule], target: str, args: tuple[Any, .
                 a, k = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
                 env[node] = node.target(*a, **k)
     raise ValueError(f"block {target!r} has no output")
-
-

@@ -7,6 +7,7 @@ it misses a rewrite and never makes a wrong one.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +69,10 @@ def uncast(node: Node) -> Node:
     """What widening casts of a floating tensor were applied to: the same numbers in the dtype they came in."""
     while is_cast(node):
         source: Any = node.args[0]
-        if torch.promote_types(dtype_of(source), dtype_of(node)) != dtype_of(node) or not dtype_of(source).is_floating_point:
+        if (
+            torch.promote_types(dtype_of(source), dtype_of(node)) != dtype_of(node)
+            or not dtype_of(source).is_floating_point
+        ):
             break
         node = source
     return node
@@ -95,6 +99,18 @@ def products(node: object) -> tuple[tuple[Node, Node], ...]:
 def sums(node: object) -> tuple[tuple[Node, Node], ...]:
     """Operand orders of an unscaled sum of two tensors."""
     return orders(node, A.add.Tensor)
+
+
+def factors_of(node: Node) -> Iterator[tuple[Node, Node]]:
+    """(product, other factor) for every product of a tensor with another."""
+    for user in node.users:
+        yield from ((user, other) for a, other in products(user) if a is node)
+
+
+def terms_of(node: Node) -> Iterator[tuple[Node, Node]]:
+    """(sum, other term) for every unscaled sum of a tensor with another."""
+    for user in node.users:
+        yield from ((user, other) for a, other in sums(user) if a is node)
 
 
 def with_number(node: object, *targets: object) -> tuple[Node, float] | None:
@@ -142,7 +158,12 @@ def _sliced(node: Node) -> Part | None:
     source: Any = node.args[0]
     size, start, stop = width(source), argument(node, "start") or 0, argument(node, "end")
     stop = sys.maxsize if stop is None else stop
-    if not is_last(source, argument(node, "dim")) or size is None or not isinstance(start, int) or not isinstance(stop, int):
+    if (
+        not is_last(source, argument(node, "dim"))
+        or size is None
+        or not isinstance(start, int)
+        or not isinstance(stop, int)
+    ):
         return None
     start, stop = (max(0, i + size) if i < 0 else min(i, size) for i in (start, stop))
     return Part(source, start, stop, argument(node, "step"))
@@ -179,7 +200,12 @@ def halves(first: Part, second: Part) -> bool:
     """Whether two parts are the lower and the upper half of all of one tensor."""
     size = width(first.source)
     whole = first.source is second.source and (first.start, second.stop) == (0, size)
-    return whole and first.stop == second.start == second.stop // 2 and first.step == second.step == 1 and size == 2 * first.stop
+    return (
+        whole
+        and first.stop == second.start == second.stop // 2
+        and first.step == second.step == 1
+        and size == 2 * first.stop
+    )
 
 
 def alternating(first: Part, second: Part) -> bool:
@@ -187,7 +213,11 @@ def alternating(first: Part, second: Part) -> bool:
     size = width(first.source)
     if first.source is not second.source or size is None or size % 2:
         return False
-    return (first.start, first.step, second.start, second.step) == (0, 2, 1, 2) and first.stop >= size - 1 and second.stop == size
+    return (
+        (first.start, first.step, second.start, second.step) == (0, 2, 1, 2)
+        and first.stop >= size - 1
+        and second.stop == size
+    )
 
 
 def alike(a: Any, b: Any, depth: int = 8) -> bool:

@@ -125,6 +125,14 @@ def numbers(node: Node, stops: Sequence[Node] = (), targets: Sequence[object] = 
     return found
 
 
+def operand(node: Node, index: int = 0) -> Node:
+    """Operand `index` of a call, which must be a node. Raises NearMiss."""
+    found = node.args[index] if index < len(node.args) else None
+    if not isinstance(found, Node):
+        raise NearMiss(f"operand {index} of {target_name(node)} is not a tensor")
+    return found
+
+
 def part(node: object, index: int) -> Node | None:
     """The call whose element `index` a node is, or None."""
     if is_op(node, operator.getitem) and node.args[1] == index:  # type: ignore[attr-defined]
@@ -135,8 +143,8 @@ def part(node: object, index: int) -> Node | None:
 
 def uncast(node: Node) -> Node:
     """What a node is a widening copy of: f32 of bf16 becomes the bf16 node."""
-    while is_op(node, *CASTS) and isinstance(node.args[0], Node):
-        source = node.args[0]
+    while is_op(node, *CASTS):
+        source = operand(node)
         narrow, wide = value(source).dtype, value(node).dtype
         if not (narrow.is_floating_point and wide.is_floating_point and narrow.itemsize <= wide.itemsize):
             return node
@@ -243,7 +251,7 @@ def find_ids(node: Node) -> Node:
             continue
         origin = source
         while is_op(origin, *CASTS):
-            origin = origin.args[0]  # type: ignore[assignment]
+            origin = operand(origin)
         made = part(origin, 1) or part(origin, 0)
         if is_op(made, A.topk.default) and part(origin, 1) is not None:
             return source

@@ -29,7 +29,9 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2, to
 
 def program_text(program: Program) -> str:
     """All graphs of a program as text, blocks first."""
-    parts = [f"# block {name}, layers {program.layers_of(name) or '-'}\n{to_text(gm)}" for name, gm in program.blocks.items()]
+    parts = [
+        f"# block {name}, layers {program.layers_of(name) or '-'}\n{to_text(gm)}" for name, gm in program.blocks.items()
+    ]
     return "\n".join([*parts, f"# skeleton\n{to_text(program.skeleton)}"])
 
 
@@ -64,7 +66,9 @@ class Dump(Observer):
         (self.folder / f"{self.count - 1:03d}-{stem}.diff").write_text(diff_text(before, after, p.name))
         with (self.folder / "remarks.txt").open("a" if self.records else "w") as out:
             out.writelines(f"{p.name} {r.kind} {r.graph} {r.node}: {r.reason} ({r.place})\n" for r in record.remarks)
-        self.records.append({"pass": describe(p), "program": after.name, "seconds": record.seconds, "nodes": record.nodes_after})
+        self.records.append(
+            {"pass": describe(p), "program": after.name, "seconds": record.seconds, "nodes": record.nodes_after}
+        )
         (self.folder / "records.json").write_text(json.dumps(self.records, indent=1))
 
     def _write(self, name: str, text: str) -> None:
@@ -111,7 +115,9 @@ class NumericReplay(Observer):
         self.errors.append((p.name, exact, native))
         limit = TOLERANCES[self._wanted["native"].dtype] if "native" in got else 0.0
         if not exact <= EXACT_TOLERANCE:
-            raise NumericMismatch(name=p.name, detail=f"in fp64 the logits differ by {exact:.1e} (limit {EXACT_TOLERANCE:.0e})")
+            raise NumericMismatch(
+                name=p.name, detail=f"in fp64 the logits differ by {exact:.1e} (limit {EXACT_TOLERANCE:.0e})"
+            )
         if "native" in got and not native <= limit:
             raise NumericMismatch(name=p.name, detail=f"the logits differ by {native:.1e} (limit {limit:.0e})")
 

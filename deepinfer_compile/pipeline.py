@@ -119,9 +119,7 @@ class Pipeline:
         return program, records
 
 
-def _step(
-    p: Pass, before: Program, ctx: PassContext, observers: Sequence[Observer], records: list[Record]
-) -> Program:
+def _step(p: Pass, before: Program, ctx: PassContext, observers: Sequence[Observer], records: list[Record]) -> Program:
     begin = time.perf_counter()
     try:
         after = _apply(p, before.clone(), ctx)
@@ -143,7 +141,15 @@ def _step(
     seconds = time.perf_counter() - begin
     facts = tuple(sorted(f.name for f in after.facts))
     record = Record(
-        p.name, options_of(p), source_hash(p), seconds, before.node_count(), after.node_count(), tuple(ctx.remarks), facts, waived
+        p.name,
+        options_of(p),
+        source_hash(p),
+        seconds,
+        before.node_count(),
+        after.node_count(),
+        tuple(ctx.remarks),
+        facts,
+        waived,
     )
     records.append(record)
     for o in observers:
@@ -177,7 +183,9 @@ def _expectations(p: Pass, program: Program, ctx: PassContext) -> str:
         found = sum(r.kind == "applied" and r.graph == graph for r in ctx.remarks)
         if found >= count:
             continue
-        near = next((f"{r.node}: {r.reason}" for r in ctx.remarks if r.kind == "missed" and r.graph == graph), "none seen")
+        near = next(
+            (f"{r.node}: {r.reason}" for r in ctx.remarks if r.kind == "missed" and r.graph == graph), "none seen"
+        )
         if p.name in ctx.settings.get("waive", ()):
             return f"{p.name} matched {found} of {count} in {graph} (waived): {near}"
         raise ExpectedMatchMissing(name=p.name, expected=count, found=found, graph=graph, miss=near)

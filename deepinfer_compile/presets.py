@@ -11,13 +11,9 @@ from deepinfer_compile.passes.cache_attention import CacheAttention
 from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.pipeline import Pipeline
 
-RAISE: tuple[Pass, ...] = (
-    Canonicalize(),
-)
+RAISE: tuple[Pass, ...] = (Canonicalize(),)
 
-PACK: tuple[Pass, ...] = (
-    CacheAttention(),
-)
+PACK: tuple[Pass, ...] = (CacheAttention(),)
 
 PHASES: dict[str, tuple[Pass, ...]] = {
     "prefill": (),

@@ -24,7 +24,14 @@ def program_to_json(program: Program, places: bool = False) -> dict[str, Any]:
             for name, r in program.weights.items()
         },
         "caches": [
-            {"name": c.name, "kind": c.kind, "group": c.group, "layer": c.layer, "shape": list(c.shape), "dtype": _dtype(c.dtype)}
+            {
+                "name": c.name,
+                "kind": c.kind,
+                "group": c.group,
+                "layer": c.layer,
+                "shape": list(c.shape),
+                "dtype": _dtype(c.dtype),
+            }
             for c in program.caches
         ],
         "windows": list(program.windows),
@@ -47,9 +54,7 @@ def program_from_json(data: dict[str, Any], constants: dict[str, torch.Tensor] |
         for c in data["caches"]
     )
     facts = frozenset(Fact[f] for f in data["facts"])
-    return Program(
-        data["name"], skeleton, blocks, weights, dict(data["info"]), caches, tuple(data["windows"]), facts
-    )
+    return Program(data["name"], skeleton, blocks, weights, dict(data["info"]), caches, tuple(data["windows"]), facts)
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -82,7 +82,9 @@ def render(template: str, **values: Value) -> str:
         raise ValueError(f"{template!r} is not a template of a known language: {sorted(_COMMENT)} followed by .j2")
     needed, given = names_of(template), frozenset(values)
     if needed != given:
-        raise ValueError(f"{template}: missing values {sorted(needed - given)}, unknown values {sorted(given - needed)}")
+        raise ValueError(
+            f"{template}: missing values {sorted(needed - given)}, unknown values {sorted(given - needed)}"
+        )
     for name, value in values.items():
         if not _is_data(value):
             raise TypeError(f"{template}: value {name!r} is a {type(value).__name__}; templates take plain data only")

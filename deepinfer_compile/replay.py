@@ -33,8 +33,10 @@ def random_weights(program: Program, seed: int = 0) -> dict[str, Tensor]:
         if ref.value is not None:
             continue
         fan = ref.shape[-1] if len(ref.shape) > 1 else 1
-        draw = torch.randn(ref.shape, generator=gen) / math.sqrt(fan) if len(ref.shape) > 1 else 1 + 0.1 * torch.randn(
-            ref.shape, generator=gen
+        draw = (
+            torch.randn(ref.shape, generator=gen) / math.sqrt(fan)
+            if len(ref.shape) > 1
+            else 1 + 0.1 * torch.randn(ref.shape, generator=gen)
         )
         out[ref.name] = draw.to(ref.dtype)
     return out
@@ -71,7 +73,12 @@ def logits_of(
 
 
 def _run(
-    program: Program, bound: dict[str, Tensor], ids: Sequence[int], start: int, rows: Sequence[int], extra: dict[str, Tensor]
+    program: Program,
+    bound: dict[str, Tensor],
+    ids: Sequence[int],
+    start: int,
+    rows: Sequence[int],
+    extra: dict[str, Tensor],
 ) -> Tensor:
     positions = torch.arange(start, start + len(ids))[None]
     given: dict[str, Any] = {
@@ -91,9 +98,7 @@ def _caches(program: Program, tokens: int) -> tuple[dict[str, Tensor], list[Tens
     need = -(-tokens // PAGE_SIZE)
     gen = torch.Generator().manual_seed(17)
     tables = [torch.randperm(need + 2, generator=gen)[:need].to(torch.int32)[None] for _ in program.windows]
-    caches = {
-        c.name: torch.full((need + 2, *c.shape), math.nan, dtype=c.dtype) for c in program.caches
-    }
+    caches = {c.name: torch.full((need + 2, *c.shape), math.nan, dtype=c.dtype) for c in program.caches}
     return caches, tables
 
 

@@ -29,11 +29,19 @@ def markdown(compiled: Compiled, manifest: Manifest) -> str:
     for name, program in compiled.programs.items():
         for block, gm in program.blocks.items():
             lines.append(f"| {name} | {block} | {program.layers_of(block) or '-'} | {len(gm.graph.nodes)} |")
-    lines += ["", "## Passes", "", "| program | pass | seconds | nodes | applied | missed |", "|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "## Passes",
+        "",
+        "| program | pass | seconds | nodes | applied | missed |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, records in compiled.records.items():
         for r in records:
             nodes = f"{r.nodes_before} -> {r.nodes_after}"
-            lines.append(f"| {name} | {r.name} | {r.seconds:.3f} | {nodes} | {r.count('applied')} | {r.count('missed')} |")
+            lines.append(
+                f"| {name} | {r.name} | {r.seconds:.3f} | {nodes} | {r.count('applied')} | {r.count('missed')} |"
+            )
     lines += ["", "## Missed", ""]
     for name, records in compiled.records.items():
         for r in records:

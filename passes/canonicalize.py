@@ -16,7 +16,14 @@ from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.verify import same
 
 A = torch.ops.aten
-IDENTITY = (A.alias.default, A.detach.default, A.lift_fresh_copy.default, A.dropout.default, A.contiguous.default, A.clone.default)
+IDENTITY = (
+    A.alias.default,
+    A.detach.default,
+    A.lift_fresh_copy.default,
+    A.dropout.default,
+    A.contiguous.default,
+    A.clone.default,
+)
 VIEWS = (A.view.default, A.reshape.default, A._unsafe_view.default)
 
 

@@ -11,7 +11,18 @@ from torch.fx import GraphModule, Node
 
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, argument, is_op, tensor
-from deepinfer_compile.match import dtype_of, is_cast, is_last, number, plus_number, products, times_number, uncast, width
+from deepinfer_compile.match import (
+    dtype_of,
+    factors_of,
+    is_cast,
+    is_last,
+    number,
+    plus_number,
+    products,
+    times_number,
+    uncast,
+    width,
+)
 from deepinfer_compile.ops import RMS_NORM
 from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.program import Program
@@ -148,10 +159,7 @@ def _normalized(root: _Root) -> Iterator[tuple[Node, Node]]:
         elif is_op(user, A.div.Tensor) and user.args[1] is root.node and uncast(user.args[0]) is wanted:  # type: ignore[arg-type]
             yield user, user.args[0]  # type: ignore[misc]
     for scale in inverse:
-        for user in scale.users:
-            x = next((a for a, b in products(user) if b is scale and uncast(a) is wanted), None)
-            if x is not None:
-                yield user, x
+        yield from ((user, x) for user, x in factors_of(scale) if uncast(x) is wanted)
 
 
 def _wide(y: Node, x: Node) -> Node:
@@ -185,10 +193,10 @@ def _ends_here(y: Node, narrow: torch.dtype, cast_first: bool) -> list[_End]:
 
 def _weight(user: Node, y: Node) -> Node | None:
     """The vector that `user` multiplies y with along the last dimension."""
-    for a, b in products(user):
-        if a is y and tensor(b).dim() == 1 and width(b) is not None and width(b) == width(y) != 1:
-            return b
-    return None
+    others = [b for a, b in products(user) if a is y]
+    return next(
+        (w for w in others if tensor(w).dim() == 1 and width(w) is not None and width(w) == width(y) != 1), None
+    )
 
 
 def _weight_and_offset(end: _End) -> tuple[Node | None, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,14 +19,15 @@ from deepinfer_compile.match import (
     alike,
     alternating,
     dtype_of,
+    factors_of,
     halves,
     is_cast,
     is_last,
-    is_tensor,
     part,
     products,
     same_shape,
     sums,
+    terms_of,
     uncast,
     width,
 )
@@ -83,57 +85,64 @@ class RaiseRope:
 def _refuse_real_table(node: Node) -> None:
     if is_cast(node) and dtype_of(node.args[0]).is_complex and not dtype_of(node).is_complex:  # type: ignore[arg-type]
         raise UnsupportedConstruct(
-            construct=f"a complex value cast to {DTYPE_NAMES[dtype_of(node)]}, which drops its imaginary part",
+            construct=f"a complex value cast to {_name(node)}, which drops its imaginary part",
             fix="keep the rotary table complex, or split it by torch.view_as_real before the cast",
             where=place_of(node),
         )
 
 
+def _joined(node: Node) -> list[Any]:
+    """The pieces of a cat along the last dimension, or of a stack that makes one."""
+    if not is_op(node, A.cat.default, A.stack.default) or argument(node, "dim") not in (-1, _rank(node) - 1):
+        return []
+    return list(node.args[0])  # type: ignore[arg-type]
+
+
+def _flattened(node: Node) -> Node | None:
+    """The cat itself, or what a stack is reshaped to."""
+    final = only_user(node) if is_op(node, A.stack.default) else node
+    return final if is_op(final, A.cat.default, *RESHAPES) else None
+
+
 def _rotated(node: Node) -> _Site | str | None:
     """x * cos + rotated * sin, found at rotated = cat([neg(x2), x1]) or at the same stacked and flattened."""
-    joins = is_op(node, A.cat.default, A.stack.default) and len(node.args[0]) == 2  # type: ignore[arg-type]
-    if not joins or not is_op(node.args[0][0], A.neg.default) or argument(node, "dim") not in (-1, _rank(node) - 1):  # type: ignore[index, operator]
+    pieces = _joined(node)
+    if len(pieces) != 2 or not is_op(pieces[0], A.neg.default):
         return None
-    negated, first = node.args[0]  # type: ignore[misc]
-    p1, p2 = part(first), part(negated.args[0])  # type: ignore[union-attr, arg-type]
-    style = _read_style(p1, p2)
-    stacked = is_op(node, A.stack.default)
+    p1, p2 = part(pieces[1]), part(pieces[0].args[0])
+    style, stacked = _read_style(p1, p2), is_op(node, A.stack.default)
     if style is None or p1 is None or stacked != (style == "pair"):
         return "the rotated parts are not the two halves of one value, or its even and odd elements"
-    rotated: Any = only_user(node) if stacked else node
-    if not is_tensor(rotated) or not same_shape(rotated, p1.source):
-        return "the stacked pairs are not flattened back"
-    for turned in rotated.users:
-        for other, sin in products(turned):
-            for total in turned.users if other is rotated else ():
-                for term, _ in ((a, b) for a, b in sums(total) if b is turned):
-                    cos = next((c for x, c in products(term) if x is p1.source), None)
-                    if cos is not None:
-                        return _Site(total, p1.source, cos, sin, style, spread=stacked)
+    rotated = _flattened(node)
+    if rotated is None or not same_shape(rotated, p1.source):
+        return "the rotated parts are not put back to the value's shape"
+    for turned, sin in factors_of(rotated):
+        for total, term in terms_of(turned):
+            cos = next((c for x, c in products(term) if x is p1.source), None)
+            if cos is not None:
+                return _Site(total, p1.source, cos, sin, style, spread=stacked)
     return "the rotated value is not multiplied by a table and added to the value times another table"
 
 
 def _crossed(node: Node) -> _Site | str | None:
     """cat or stack of [a * cos - b * sin, b * cos + a * sin]."""
-    joins = is_op(node, A.cat.default, A.stack.default) and len(node.args[0]) == 2  # type: ignore[arg-type]
-    if not joins or argument(node, "dim") not in (-1, _rank(node) - 1):
+    pieces = _joined(node)
+    if len(pieces) < 2 or not is_op(pieces[0], A.sub.Tensor) or not sums(pieces[1]):
         return None
-    difference, total = node.args[0]  # type: ignore[misc]
-    if not is_op(difference, A.sub.Tensor) or not (sums(total) and products(difference.args[0]) and products(difference.args[1])):  # type: ignore[union-attr]
+    terms, stacked = [products(t) for t in pieces[0].args[:2]], is_op(node, A.stack.default)
+    if not all(terms):
         return None
-    stacked = is_op(node, A.stack.default)
-    final: Any = only_user(node) if stacked else node
-    for a, cos in products(difference.args[0]):  # type: ignore[union-attr]
-        for b, sin in products(difference.args[1]):  # type: ignore[union-attr]
-            p1, p2 = part(a), part(b)
-            style = _read_style(p1, p2)
-            if style is None or p1 is None or p2 is None or not _is_cross_sum(total, p1, p2, cos, sin):
-                continue
-            if stacked != (style == "pair") and not (style == "pair" and not stacked):
-                return "halves are read and adjacent pairs are written"
-            if not is_op(final, A.cat.default, *RESHAPES) or not same_shape(final, p1.source):
-                return "the stacked pairs are not flattened back"
-            return _Site(final, p1.source, cos, sin, style if stacked or style == "half" else "pair_to_half")
+    for (a, cos), (b, sin) in itertools.product(*terms):
+        p1, p2 = part(a), part(b)
+        style = _read_style(p1, p2)
+        if style is None or p1 is None or p2 is None or not _is_cross_sum(pieces[1], p1, p2, cos, sin):
+            continue
+        if stacked and style == "half":
+            return "halves are read and adjacent pairs are written"
+        final = _flattened(node)
+        if final is None or not same_shape(final, p1.source):
+            return "the rotated parts are not put back to the value's shape, or stand beside others"
+        return _Site(final, p1.source, cos, sin, "pair_to_half" if style == "pair" and not stacked else style)
     return "the crossed products are not a rotation of two parts of one value"
 
 
@@ -157,13 +166,15 @@ def _complex(node: Node) -> _Site | str | None:
     """reshape(view_as_real(view_as_complex(reshape(x, [..., D / 2, 2])) * table), x's shape)."""
     if not is_op(node, A.view_as_real.default):
         return None
-    found = [(z, t) for z, t in products(node.args[0]) if is_op(z, A.view_as_complex.default) and same_shape(z, node.args[0])]  # type: ignore[arg-type]
+    found = [
+        (z, t) for z, t in products(node.args[0]) if is_op(z, A.view_as_complex.default) and same_shape(z, node.args[0])
+    ]  # type: ignore[arg-type]
     if not found:
         return "the real view is not of a complex view times a table"
     z, table = found[0]
     if not dtype_of(table).is_complex:
         raise UnsupportedConstruct(
-            construct=f"a rotary table in {DTYPE_NAMES[dtype_of(table)]} multiplied with complex pairs: a cast has dropped "
+            construct=f"a rotary table in {_name(table)} multiplied with complex pairs: a cast has dropped "
             "its imaginary part",
             fix="keep the table complex: cast the model without its rotary buffers, or compute the table again",
             where=place_of(node),
@@ -177,6 +188,10 @@ def _complex(node: Node) -> _Site | str | None:
     if is_op(table, A._conj.default):
         return "the table is conjugated: the rotation is backwards"
     return _Site(final, pairs.args[0], table, table, "pair")
+
+
+def _name(node: Node) -> str:
+    return DTYPE_NAMES.get(dtype_of(node), str(dtype_of(node)))
 
 
 def _rank(node: Node) -> int:
@@ -204,9 +219,9 @@ def _emit(site: _Site, tables: dict[tuple[Node, Node], tuple[Node, Node]]) -> No
     else:
         cos, sin = key
     narrow = uncast(x)
-    ends = [u for u in node.users if is_cast(u) and dtype_of(u) == dtype_of(narrow)]
+    ends = [u for u in node.users if is_cast(u) and dtype_of(u) == dtype_of(narrow) != dtype_of(node)]
     formed = torch.promote_types(dtype_of(narrow), torch.promote_types(dtype_of(cos), dtype_of(sin)))
-    if narrow is not x and len(ends) == len(node.users) and formed == dtype_of(node):
+    if ends and len(ends) == len(node.users) and formed == dtype_of(node):
         x = narrow
     else:
         ends = [node]
@@ -224,13 +239,22 @@ def _real_tables(site: _Site) -> tuple[Node, Node]:
         edit = Editor(site.node.graph, after(site.cos))
         both = edit.call(COMPLEX_ROPE_TABLE.overload, site.cos)
         return edit.item(both, 0), edit.item(both, 1)
+    doubled = [_undoubled(t) for t in (site.cos, site.sin)]
+    if doubled[0] is not None and doubled[1] is not None:
+        return doubled[0], doubled[1]
     return _gathered(site.cos), _gathered(site.sin)
+
+
+def _undoubled(table: Node) -> Node | None:
+    """t of a table that was made as repeat_interleave(t, 2, -1)."""
+    doubled = (
+        is_op(table, A.repeat_interleave.self_int) and table.args[1] == 2 and is_last(table, argument(table, "dim"))
+    )
+    return table.args[0] if doubled else None  # type: ignore[return-value]
 
 
 def _gathered(table: Node) -> Node:
     """[c0, c1, c2, c3, ...] for adjacent channels -> [c0, c2, ..., c1, c3, ...], which the op reads as two halves."""
-    if is_op(table, A.repeat_interleave.self_int) and table.args[1] == 2 and is_last(table, argument(table, "dim")):
-        return table.args[0]  # type: ignore[return-value]
     edit = Editor(table.graph, after(table))
     last, size = _rank(table) - 1, width(table)
     return edit.call(A.cat.default, [edit.call(A.slice.Tensor, table, last, i, size, 2) for i in (0, 1)], -1)

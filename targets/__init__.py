@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 if __name__ != "deepinfer_compile.targets":
-    raise ImportError("import deepinfer_compile.targets; 'targets' at the repository root is the same package by another name")
+    raise ImportError(
+        "import deepinfer_compile.targets; 'targets' at the repository root is the same package by another name"
+    )
 
 from deepinfer_compile.errors import UnknownTarget
 from deepinfer_compile.targets.base import Target

@@ -88,7 +88,11 @@ class CpuTarget:
             paths[digest] = f"kernels/cpu/{digest[:16]}/block.pt2"
             files[paths[digest]] = package
             files[f"kernels/cpu/{digest[:16]}/block.json"] = package.with_name("block.json")
-        requires = {"isa": isa, "torch": ".".join(torch.__version__.split(".")[:2]), "abi": torch.compiled_with_cxx11_abi()}
+        requires = {
+            "isa": isa,
+            "torch": ".".join(torch.__version__.split(".")[:2]),
+            "abi": torch.compiled_with_cxx11_abi(),
+        }
         return Variant(self.name, True, requires, paths, (f"kernels/cpu/{folder}/{LIBRARY}",), files, seconds)
 
 

@@ -22,6 +22,7 @@ import torch
 
 from deepinfer_compile.errors import NativeBuildFailed, NoCompiler, TargetUnavailable
 from deepinfer_compile.render import Value, names_of, render
+from deepinfer_compile.runtime.batch import PAGE_SIZE
 
 LIBRARY = "libdeepinfer_cpu.so"
 RECORD = "kernels.json"
@@ -33,7 +34,14 @@ _CPU_FLAGS = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"},
 }
-_HEADERS = ("cpu_common/simd.h", "cpu_common/gemm.h", "cpu_common/tensors.h", "cpu_attention/attend.h")
+_HEADERS = (
+    "cpu_common/simd.h",
+    "cpu_common/gemm.h",
+    "cpu_common/tensors.h",
+    "cpu_attention/batch.h",
+    "cpu_attention/page.h",
+    "cpu_attention/attend.h",
+)
 _UNITS = (
     "cpu_linear/linear.cpp",
     "cpu_attention/attention.cpp",
@@ -67,6 +75,12 @@ class Config:
     prefetch_bytes: int = 9216
     depth_block: int = 64
     thread_bytes: int = 65536
+    page: int = PAGE_SIZE
+    query_rows: int = 96
+    few_rows: int = 12
+    tasks_per_thread: int = 8
+    least_pages: int = 2
+    tokens_per_thread: int = 16
 
 
 CONFIGS = {

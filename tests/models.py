@@ -36,16 +36,62 @@ MLA: dict[str, Any] = {
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 20}),
-    "gemma": ("Gemma3TextConfig", {"head_dim": 20, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "query_pre_attn_scalar": 20}),
+    "gemma": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 20,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_hidden_layers": 4,
+            "query_pre_attn_scalar": 20,
+        },
+    ),
     "phi": ("Phi3Config", {}),
     "mistral": ("MistralConfig", {"sliding_window": 16}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
-    "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 20, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 20,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+        },
+    ),
     "olmoe": ("OlmoeConfig", {"num_experts": 7, "num_experts_per_tok": 3}),
-    "gpt_oss": ("GptOssConfig", {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 16, "num_hidden_layers": 4, "intermediate_size": 64}),
-    "glm4_moe": ("Glm4MoeConfig", {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "moe_intermediate_size": 40, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}),
-    "deepseek_v2": ("DeepseekV2Config", {**MLA, "q_lora_rank": None, "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy"}),
-    "deepseek_v3": ("DeepseekV3Config", {**MLA, "n_group": 3, "topk_group": 2, "num_hidden_layers": 4, "first_k_dense_replace": 2}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size": 64,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**MLA, "q_lora_rank": None, "n_group": 3, "topk_group": 2, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**MLA, "n_group": 3, "topk_group": 2, "num_hidden_layers": 4, "first_k_dense_replace": 2},
+    ),
 }
 
 

@@ -200,7 +200,7 @@ def _check_views(constants: dict[str, Constant]) -> None:
 
 def _constant(value: Any, where: str) -> Constant:
     _exact_keys(value, {"dtype", "shape", "of", "offset", "stride"}, where)
-    if value["dtype"] not in TORCH_DTYPES:
+    if _string(value["dtype"], where) not in TORCH_DTYPES:
         raise _bad(f"{where} has the unknown dtype {value['dtype']!r}")
     return Constant(
         dtype=value["dtype"],

@@ -90,7 +90,7 @@ class BundleFiles:
             raise BundleCorrupt(file=self.root, reason="the bundle was replaced since it was opened: open it again")
 
 
-def read_bundle(path: Path, check: Check = "lazy") -> BundleFiles:
+def read_bundle(path: Path | str, check: Check = "lazy") -> BundleFiles:
     """Open and check the bundle at `path`. Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, BadOption."""
     if check not in ("lazy", "full"):
         raise BadOption(name="check", value=check, reason="it is lazy or full", fix="use check='lazy'")

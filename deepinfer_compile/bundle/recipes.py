@@ -52,10 +52,11 @@ def validate(recipe: Any, name: str, depth: int = 0) -> Recipe:
     def bad(reason: str) -> BundleCorrupt:
         return BundleCorrupt(file="ledger.json", reason=f"the recipe of {name!r}: {reason}")
 
-    if not isinstance(recipe, dict) or recipe.get("op") not in _KEYS or depth > MAX_DEPTH:
+    op = recipe.get("op") if isinstance(recipe, dict) else None
+    if not isinstance(op, str) or op not in _KEYS or depth > MAX_DEPTH:
         raise bad("it is not an object with a known op, or it is nested too deeply")
-    if set(recipe) != _KEYS[recipe["op"]] | {"op"}:
-        raise bad(f"op {recipe['op']} does not have the keys {sorted(recipe)}")
+    if set(recipe) != _KEYS[op] | {"op"}:
+        raise bad(f"op {op} does not have the keys {sorted(recipe)}")
     reason = _bad_fields(recipe)
     if reason:
         raise bad(reason)
@@ -72,8 +73,11 @@ def _bad_fields(recipe: Recipe) -> str:
     op = recipe["op"]
     if op in ("stack", "concat", "tied") and (not isinstance(recipe["of"], list) or not recipe["of"]):
         return f"op {op} needs a list of operands"
-    if op in ("copy", "fp8_block") and not isinstance(recipe["of"], str):
-        return f"op {op} reads a checkpoint tensor"
+    names = ("of", "scale") if op in ("copy", "fp8_block") else ("blocks", "scales")
+    if not all(isinstance(recipe.get(key, ""), str) for key in names if op in ("copy", "fp8_block", "mxfp4")):
+        return f"op {op} reads checkpoint tensors, by name"
+    if op in ("cast", "transpose") and not isinstance(recipe["of"], str | dict):
+        return f"op {op} needs one operand"
     if "dim" in recipe and not _whole(recipe["dim"]):
         return "dim is not a whole number"
     if "to" in recipe and recipe["to"] not in ("float16", "bfloat16", "float32", "float64"):

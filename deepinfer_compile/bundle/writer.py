@@ -46,7 +46,7 @@ class BundleWriter:
     Leaving the block without `finish`, by an exception or otherwise, removes the temporary folder and changes nothing.
     """
 
-    def __init__(self, out: Path) -> None:
+    def __init__(self, out: Path | str) -> None:
         self._out = Path(os.path.realpath(out))
         self._entries: dict[str, FileEntry] = {}
         self._paths = PathSet()

@@ -79,10 +79,13 @@ def gate_form(module: Any) -> tuple[str, float, float, bool]:
     """
     if not getattr(module, "has_gate", True):
         raise UnsupportedConstruct(
-            construct=f"{type(module).__name__} has experts without a gate", fix="use experts_implementation='batched_mm'"
+            construct=f"{type(module).__name__} has experts without a gate",
+            fix="use experts_implementation='batched_mm'",
         )
     alpha, limit = float(getattr(module, "alpha", 1.702) or 1.702), float(_limit(module))
-    probe = torch.linspace(-11.0, 11.0, 22 * 16, dtype=torch.float32).view(16, 22)[:, torch.randperm(22, generator=_seed())]
+    probe = torch.linspace(-11.0, 11.0, 22 * 16, dtype=torch.float32).view(16, 22)[
+        :, torch.randperm(22, generator=_seed())
+    ]
     with torch.no_grad(), torch.device("cpu"):
         wanted = module._apply_gate(probe.clone())
     for interleaved in (False, True):
@@ -130,7 +133,9 @@ def register() -> None:
 
 def is_hf(model: nn.Module) -> bool:
     """Whether a module is a Transformers model."""
-    return any(c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(model).__mro__)
+    return any(
+        c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(model).__mro__
+    )
 
 
 @contextmanager

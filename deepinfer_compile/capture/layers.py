@@ -56,7 +56,9 @@ def plan_layers(model: nn.Module, trim: bool = True) -> LayerPlan | None:
     kinds = tuple(names.setdefault(kind_of(layer), len(names)) for layer in layers)
     kept = set(range(len(kinds)))
     if trim:
-        kept = {kinds.index(k) for k in names.values()} | {len(kinds) - 1 - kinds[::-1].index(k) for k in names.values()}
+        kept = {kinds.index(k) for k in names.values()} | {
+            len(kinds) - 1 - kinds[::-1].index(k) for k in names.values()
+        }
     return LayerPlan(path, tuple(sorted(kept)), kinds)
 
 

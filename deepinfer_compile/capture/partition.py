@@ -193,7 +193,9 @@ class _Skeleton:
         self.texts[name], self.blocks[name] = text, gm
         return name
 
-    def call(self, piece: _Cut, reads: list[Node], block: str, rename: tuple[str, str] | None, layer: int | None) -> list[Node]:
+    def call(
+        self, piece: _Cut, reads: list[Node], block: str, rename: tuple[str, str] | None, layer: int | None
+    ) -> list[Node]:
         """Insert one block call; returns a node per output."""
         flat = {n.name: n for n in self.exported.gm.graph.nodes if n.op == "placeholder"}
         args = list(reads)
@@ -232,7 +234,9 @@ class _Skeleton:
             self.piece(PREFIX, PREFIX)
         carried = _carried(self.pieces, len(plan.kept), plan)
         template = {plan.kinds[layer]: j for j, layer in reversed(list(enumerate(plan.kept)))}
-        blocks = {kind: self.block(self.pieces[j].gm, f"layer{i}") for i, (kind, j) in enumerate(sorted(template.items()))}
+        blocks = {
+            kind: self.block(self.pieces[j].gm, f"layer{i}") for i, (kind, j) in enumerate(sorted(template.items()))
+        }
         flow = [self.env[n] for n in carried[0].values()]
         for layer, kind in enumerate(plan.kinds):
             j = template[kind]
@@ -274,7 +278,9 @@ def _carried(pieces: dict[Any, _Cut], count: int, plan: LayerPlan) -> list[dict[
             raise UnsupportedConstruct(construct="a layer's output skips the next layer", fix="trace all layers")
         foreign = [n for k in range(j - 1) for n in pieces[j].reads if n in pieces[k].gives]
         if foreign:
-            raise UnsupportedConstruct(construct="a layer reads from a layer that is not its neighbour", fix="trace all")
+            raise UnsupportedConstruct(
+                construct="a layer reads from a layer that is not its neighbour", fix="trace all"
+            )
     kind = plan.kinds[plan.kept[0]]
     twin = next((j for j in range(1, count) if plan.kinds[plan.kept[j]] == kind), None)
     first = pieces[0]
@@ -285,7 +291,9 @@ def _carried(pieces: dict[Any, _Cut], count: int, plan: LayerPlan) -> list[dict[
         others = {n for j in range(1, count) for n in pieces[j].reads}
         found[0] = {i: n for i, n in enumerate(first.reads) if str(value(n)) in shapes and n not in others}
     if len(found[0]) != len(first.gives):
-        raise UnsupportedConstruct(construct="what enters the first layer cannot be told from the rest", fix="trace all")
+        raise UnsupportedConstruct(
+            construct="what enters the first layer cannot be told from the rest", fix="trace all"
+        )
     return found
 
 

@@ -44,9 +44,7 @@ def _from_module(model: nn.Module, dtype: str) -> ModelSource:
     tensors = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
     tensors.update({n: b.detach() for n, b in model.named_buffers(remove_duplicate=False)})
     config = getattr(model, "config", None)
-    return ModelSource(
-        type(model).__name__, model, DictSource(tensors), {}, _context(config), _eos(config, {})
-    )
+    return ModelSource(type(model).__name__, model, DictSource(tensors), {}, _context(config), _eos(config, {}))
 
 
 def _from_folder(folder: Path, dtype: str) -> ModelSource:
@@ -108,7 +106,9 @@ def concrete_buffers(model: Any) -> dict[str, Tensor]:
         with torch.no_grad():
             for name, buffer in held.items():
                 blank = torch.empty(buffer.shape, dtype=buffer.dtype)
-                module._buffers[name] = blank.fill_(float("nan")) if blank.is_floating_point() else blank.fill_(-(2**20))
+                module._buffers[name] = (
+                    blank.fill_(float("nan")) if blank.is_floating_point() else blank.fill_(-(2**20))
+                )
             model._init_weights(module)
         for name, buffer in held.items():
             value = module._buffers[name].detach()

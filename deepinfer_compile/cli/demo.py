@@ -114,7 +114,9 @@ def main(folder: Path) -> None:
     eager = in_new_process(PEER, str(model), QUESTION, str(TOKENS), "eager")
     print(f"  Transformers eager                   {eager['rate']:6.1f} tokens/s", flush=True)
     compiled = in_new_process(PEER, str(model), QUESTION, str(TOKENS), "compiled")
-    print(f"  Transformers static + torch.compile  {compiled['rate']:6.1f} tokens/s (first call {compiled['first']:.0f} s)")
+    print(
+        f"  Transformers static + torch.compile  {compiled['rate']:6.1f} tokens/s (first call {compiled['first']:.0f} s)"
+    )
     if "paris" not in ours["answer"].lower():
         raise SystemExit("the answer does not name Paris")
 

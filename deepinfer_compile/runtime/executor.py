@@ -32,7 +32,9 @@ class _Call:
 class ProgramRunner:
     """One program bound to runners and weights."""
 
-    def __init__(self, data: Mapping[str, Any], runners: Mapping[str, Runner], weights: Mapping[str, Tensor], file: str) -> None:
+    def __init__(
+        self, data: Mapping[str, Any], runners: Mapping[str, Runner], weights: Mapping[str, Tensor], file: str
+    ) -> None:
         self.file = file
         self.caches: list[dict[str, Any]] = data["caches"]
         place: dict[str, int] = {}
@@ -46,7 +48,13 @@ class ProgramRunner:
                 first = len(self.initial)
                 place[node["name"]] = first
                 self.initial.extend([None] * count)
-                calls.append((runners[node["target"]], [place[a["ref"]] for a in node["args"]], list(range(first, first + count))))
+                calls.append(
+                    (
+                        runners[node["target"]],
+                        [place[a["ref"]] for a in node["args"]],
+                        list(range(first, first + count)),
+                    )
+                )
             elif node["op"] == "call" and node["target"] == "getitem":
                 place[node["name"]] = place[node["args"][0]["ref"]] + node["args"][1]
             elif node["op"] == "output":
@@ -67,7 +75,9 @@ class ProgramRunner:
         held = weights[spec["tensor"]]
         found = f"{str(held.dtype).removeprefix('torch.')}{list(held.shape)}"
         if found != f"{spec['dtype']}{spec['shape']}":
-            raise WeightMismatch(tensor=spec["tensor"], expected=f"{spec['dtype']}{spec['shape']}", found=found, where=self.file)
+            raise WeightMismatch(
+                tensor=spec["tensor"], expected=f"{spec['dtype']}{spec['shape']}", found=found, where=self.file
+            )
         return held
 
     def rebind(self, weights: Mapping[str, Tensor], data: Mapping[str, Any]) -> None:
@@ -129,9 +139,7 @@ class BundleExecutor:
 
     def _group(self, index: int, window: int) -> CacheGroup:
         caches = next(iter(self.programs.values())).caches
-        size = sum(
-            prod(c["shape"]) * getattr(torch, c["dtype"]).itemsize for c in caches if c["group"] == index
-        )
+        size = sum(prod(c["shape"]) * getattr(torch, c["dtype"]).itemsize for c in caches if c["group"] == index)
         return CacheGroup(f"window{window}" if window else "full", window, size)
 
     def allocate(self, pages: tuple[int, ...]) -> None:

@@ -95,7 +95,9 @@ def _variant(files: BundleFiles, target: str | None, native: bool) -> dict[str, 
     """The variant to run, or None for graph-only. Raises WrongTarget."""
     variants: dict[str, Any] = files.manifest.variants
     if target is not None and target not in variants:
-        raise WrongTarget(built_for=", ".join(variants), found=f"a request for {target!r}", fix=f"use one of {list(variants)}")
+        raise WrongTarget(
+            built_for=", ".join(variants), found=f"a request for {target!r}", fix=f"use one of {list(variants)}"
+        )
     chosen: dict[str, Any] = variants[target] if target is not None else next(iter(variants.values()))
     if not native or not chosen["native"]:
         return None
@@ -107,12 +109,16 @@ def _variant(files: BundleFiles, target: str | None, native: bool) -> dict[str, 
         need = chosen["requires"].get(key)
         if need != have:
             raise WrongTarget(
-                built_for=f"{key} {need}", found=f"{key} {have}", fix="install that version, rebuild, or load(native=False)"
+                built_for=f"{key} {need}",
+                found=f"{key} {have}",
+                fix="install that version, rebuild, or load(native=False)",
             )
     missing = missing_flags(str(chosen["requires"].get("isa", "")))
     if missing:
         raise WrongTarget(
-            built_for=chosen["requires"]["isa"], found=f"a processor without {missing}", fix="rebuild, or load(native=False)"
+            built_for=chosen["requires"]["isa"],
+            found=f"a processor without {missing}",
+            fix="rebuild, or load(native=False)",
         )
     return chosen
 

@@ -93,6 +93,9 @@ class Marks:
             known = list(self._original.items())
             table = {p: self.mark(json.dumps(chr(char), ensure_ascii=ascii_only)[1:-1]) for p, char in known}
             self._escapes[ascii_only] = table
+        if ascii_only:
+            unmarked = {char for char in text if not char.isascii() and ord(char) not in table}
+            table = table | {ord(char): json.dumps(char)[1:-1] for char in unmarked}
         return text.translate(table)
 
 

@@ -188,7 +188,23 @@ def test_markers_cannot_be_completed_or_split_over_messages(toy: str, tmp_path: 
     assert control_ids(codec, codec.encode_chat(named), oracle.unk_token_id) == [end, end]
 
 
-PIECES = [*SPECIAL, *PLAIN_ADDED, "<|im_", "end|>", "<|", "|>", "<", "/s>", "s>", "x", " ", "\n", "\U000f0000", "İ", "\x00"]
+PIECES = [
+    *SPECIAL,
+    *PLAIN_ADDED,
+    "<|im_",
+    "end|>",
+    "<|",
+    "|>",
+    "<",
+    "/s>",
+    "s>",
+    "x",
+    " ",
+    "\n",
+    "\U000f0000",
+    "İ",
+    "\x00",
+]
 
 
 @pytest.mark.parametrize("toy", ["bpe", "bpe-strip", "unigram-first", "llama", "word-piece"])
@@ -196,7 +212,7 @@ def test_random_chats_keep_the_control_tokens_of_the_template(toy: str, tmp_path
     codecs = {source: both(toy, source, tmp_path) for source in (GLUE, CHATML, TEMPLATES["think"])}
     content = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=6).map("".join)
 
-    @settings(max_examples=60, deadline=None, database=None)
+    @settings(max_examples=150, deadline=None, database=None)
     @given(st.lists(content, min_size=1, max_size=3), st.sampled_from(sorted(codecs)))
     def check(contents: list[str], source: str) -> None:
         codec, oracle = codecs[source]
@@ -277,7 +293,9 @@ def test_the_configuration_adds_tokens_as_transformers_does(tmp_path: Path) -> N
         ({"eos_token": None}, {"eos_token_id": None}, ()),
     ],
 )
-def test_end_tokens(config: dict[str, Any], generation: dict[str, Any], wanted: tuple[int, ...], tmp_path: Path) -> None:
+def test_end_tokens(
+    config: dict[str, Any], generation: dict[str, Any], wanted: tuple[int, ...], tmp_path: Path
+) -> None:
     codec = TextCodec.from_files(write_toy("bpe", tmp_path), config, None, generation)
     assert codec.eos_token_ids == wanted
 
@@ -365,7 +383,25 @@ def test_a_published_tokenizer_agrees_on_random_text(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     codec = TextCodec.from_files(tmp_path / "tokenizer.json", config, source.chat_template, {})
     drawn = random.Random(1)
-    words = "the a Hello 你好 \t 😀 é <b> def return ( ) { } 1234 don't <| > im_end".split(" ") + ["\n\n", "  "]
+    words = [
+        "the",
+        " a",
+        "Hello",
+        "你好",
+        "\t",
+        "😀",
+        "é",
+        "<b>",
+        "def",
+        "(",
+        "}",
+        "1234",
+        "don't",
+        "<|",
+        ">",
+        "\n\n",
+        "  ",
+    ]
     for _ in range(100):
         text = "".join(drawn.choice(words) + drawn.choice([" ", "", "\n"]) for _ in range(drawn.randint(0, 60)))
         chat = [{"role": "user", "content": text}]

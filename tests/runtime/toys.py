@@ -12,10 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from deepinfer_compile.runtime.text import TextCodec
 
-SPECIAL = (
-    "<unk> <s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <start_of_turn> "
-    "<end_of_turn>"
-).split()
+TURNS = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>"]
+SPECIAL = ["<unk>", "<s>", "</s>", *TURNS, "<end_of_turn>"]
 PLAIN_ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<b>", "\n\n"]
 CORPUS = [
     "system user assistant tool model developer Be brief. Hello, how are you today?",
@@ -165,7 +163,8 @@ GEMMA = """{{ bos_token }}
     {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
         {{- raise_exception('Conversation roles must alternate') }}
     {%- endif %}
-    {%- if message['role'] == 'assistant' %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}
+    {%- set role = message['role'] %}
+    {%- if role == 'assistant' %}{% set role = 'model' %}{% endif %}
     {{- '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""

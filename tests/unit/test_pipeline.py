@@ -85,7 +85,9 @@ def test_replay_names_the_wrong_pass(llama: tuple[torch.nn.Module, Program]) -> 
     assert [name for name, *_ in watch.errors] == ["canonicalize", "cache-attention"]
     assert max(e for _, e, _ in watch.errors) < 1e-12
     with pytest.raises(NumericMismatch, match="planted"):
-        good.insert(p=Planted(), after="canonicalize").run(program, observers=[NumericReplay(weights_from(model), IDS, ROWS)])
+        good.insert(p=Planted(), after="canonicalize").run(
+            program, observers=[NumericReplay(weights_from(model), IDS, ROWS)]
+        )
 
 
 def test_bisect_names_pass_and_application(llama: tuple[torch.nn.Module, Program]) -> None:
