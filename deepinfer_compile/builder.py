@@ -126,8 +126,8 @@ def build(
         for path, text in write_report(compiled, manifest).items():
             writer.add_bytes(path, text.encode())
         progress("finish")
-        path = writer.finish(manifest)
-    return read_bundle(path)
+        written = writer.finish(manifest)
+    return read_bundle(written)
 
 
 def block_hash(gm: GraphModule) -> str:

@@ -27,6 +27,11 @@ def is_tensor(arg: object) -> bool:
     return isinstance(arg, Node) and isinstance(value(arg), Tensor)
 
 
+def operand(node: Any, index: int = 0) -> Any:
+    """Positional argument of a node."""
+    return node.args[index]
+
+
 def dtype_of(node: Node) -> torch.dtype:
     """Dtype of a tensor node."""
     return tensor(node).dtype
@@ -60,15 +65,15 @@ def same_shape(a: Node, b: Node) -> bool:
     return len(left) == len(right) and all(map(equal_size, left, right))
 
 
-def is_cast(node: object) -> bool:
+def is_cast(node: Any) -> bool:
     """Whether a node repeats its operand in another dtype."""
-    return is_op(node, *CASTS) and is_tensor(node) and is_tensor(node.args[0])  # type: ignore[attr-defined]
+    return is_op(node, *CASTS) and is_tensor(node) and is_tensor(node.args[0])
 
 
 def uncast(node: Node) -> Node:
     """What widening casts of a floating tensor were applied to: the same numbers in the dtype they came in."""
     while is_cast(node):
-        source: Any = node.args[0]
+        source = operand(node)
         if (
             torch.promote_types(dtype_of(source), dtype_of(node)) != dtype_of(node)
             or not dtype_of(source).is_floating_point
@@ -83,20 +88,20 @@ def number(arg: object) -> float | None:
     return float(arg) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else None
 
 
-def orders(node: object, *targets: object) -> tuple[tuple[Node, Node], ...]:
+def orders(node: Any, *targets: object) -> tuple[tuple[Node, Node], ...]:
     """Both orders of the operands of a call of a commutative target on two tensors; nothing for any other node."""
-    if not is_op(node, *targets) or len(node.args) < 2 or argument(node, "alpha", 1) != 1:  # type: ignore[attr-defined, arg-type]
+    if not is_op(node, *targets) or len(node.args) < 2 or argument(node, "alpha", 1) != 1:
         return ()
-    a, b = node.args[:2]  # type: ignore[attr-defined]
+    a, b = node.args[:2]
     return ((a, b), (b, a)) if is_tensor(a) and is_tensor(b) else ()
 
 
-def products(node: object) -> tuple[tuple[Node, Node], ...]:
+def products(node: Any) -> tuple[tuple[Node, Node], ...]:
     """Operand orders of a product of two tensors."""
     return orders(node, A.mul.Tensor)
 
 
-def sums(node: object) -> tuple[tuple[Node, Node], ...]:
+def sums(node: Any) -> tuple[tuple[Node, Node], ...]:
     """Operand orders of an unscaled sum of two tensors."""
     return orders(node, A.add.Tensor)
 
@@ -113,20 +118,20 @@ def terms_of(node: Node) -> Iterator[tuple[Node, Node]]:
         yield from ((user, other) for a, other in sums(user) if a is node)
 
 
-def with_number(node: object, *targets: object) -> tuple[Node, float] | None:
+def with_number(node: Any, *targets: object) -> tuple[Node, float] | None:
     """(tensor, number) of a call like add(x, 1e-5) or mul(x, 0.5)."""
-    if not is_op(node, *targets) or len(node.args) < 2 or argument(node, "alpha", 1) != 1:  # type: ignore[attr-defined, arg-type]
+    if not is_op(node, *targets) or len(node.args) < 2 or argument(node, "alpha", 1) != 1:
         return None
-    held = number(node.args[1])  # type: ignore[attr-defined]
-    return (node.args[0], held) if held is not None and is_tensor(node.args[0]) else None  # type: ignore[attr-defined]
+    held = number(node.args[1])
+    return (node.args[0], held) if held is not None and is_tensor(node.args[0]) else None
 
 
-def plus_number(node: object) -> tuple[Node, float] | None:
+def plus_number(node: Any) -> tuple[Node, float] | None:
     """(x, c) of x + c."""
     return with_number(node, A.add.Tensor, A.add.Scalar)
 
 
-def times_number(node: object) -> tuple[Node, float] | None:
+def times_number(node: Any) -> tuple[Node, float] | None:
     """(x, c) of x * c."""
     return with_number(node, A.mul.Tensor, A.mul.Scalar)
 
@@ -221,7 +226,7 @@ def alternating(first: Part, second: Part) -> bool:
 
 
 def alike(a: Any, b: Any, depth: int = 8) -> bool:
-    """Whether two arguments are the same value by construction: the same node, or equal calls of pure ops on alike values."""
+    """Whether two arguments are equal by construction: one node, or equal calls of pure ops on alike arguments."""
     if isinstance(a, Node) and isinstance(b, Node):
         if a is b:
             return True

@@ -142,11 +142,10 @@ def part(node: object, index: int) -> Node | None:
 
 
 def uncast(node: Node) -> Node:
-    """What a node is a widening copy of: f32 of bf16 becomes the bf16 node."""
-    while is_op(node, *CASTS):
+    """What a node is a copy of in f32: of bf16 widened to f32, the bf16 node. Ops that work in f32 need no copy."""
+    while is_op(node, *CASTS) and value(node).dtype == torch.float32:
         source = operand(node)
-        narrow, wide = value(source).dtype, value(node).dtype
-        if not (narrow.is_floating_point and wide.is_floating_point and narrow.itemsize <= wide.itemsize):
+        if value(source).dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return node
         node = source
     return node

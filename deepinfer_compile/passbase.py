@@ -131,7 +131,8 @@ def describe(p: Pass) -> str:
         for f in dataclasses.fields(p)
         if f.default is dataclasses.MISSING or getattr(p, f.name) != f.default
     }
-    return p.name + ("{" + ",".join(f"{k}={v}" for k, v in odd.items()) + "}" if odd else "")
+    name: str = p.name
+    return name + ("{" + ",".join(f"{k}={v}" for k, v in odd.items()) + "}" if odd else "")
 
 
 def parse(text: str) -> Pass:

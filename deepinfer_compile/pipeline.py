@@ -66,7 +66,8 @@ class Pipeline:
     given: frozenset[Fact] = START
 
     def __post_init__(self) -> None:
-        held, breaker = set(self.given), {}
+        held = set(self.given)
+        breaker: dict[Fact, str] = {}
         for p in self.passes:
             missing = p.needs - held
             if missing:

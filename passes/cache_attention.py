@@ -106,9 +106,9 @@ class _Metas:
 
 def _hole(gm: GraphModule, name: str, val: Tensor) -> Node:
     """The block's placeholder of that name, made after the last one if it is not there."""
-    holes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    for node in holes:
-        if node.name == name:
+    node: Node
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node.name == name:
             return node
     anchor = next(n for n in gm.graph.nodes if n.op != "placeholder")
     with gm.graph.inserting_before(anchor):

@@ -85,7 +85,7 @@ def _rewrite_view(node: Node, ctx: PassContext) -> None:
         ctx.miss(node, f"{len(symbolic)} dimensions are symbolic")
         return
     wanted = [d if isinstance(d, int) else -1 for d in shape]
-    if is_op(node, A.reshape.default) and list(node.args[1]) == wanted:  # type: ignore[call-overload]
+    if is_op(node, A.reshape.default) and list(argument(node, "shape")) == wanted:
         return
     if ctx.claim(node, "one spelling of reshape"):
         new = Editor(node.graph, node).call(A.reshape.default, node.args[0], wanted)

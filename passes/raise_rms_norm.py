@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -17,6 +17,7 @@ from deepinfer_compile.match import (
     is_cast,
     is_last,
     number,
+    operand,
     plus_number,
     products,
     times_number,
@@ -84,7 +85,7 @@ class RaiseRmsNorm:
 
 
 def _raise_native(node: Node, ctx: PassContext) -> None:
-    x: Any = node.args[0]
+    x = operand(node)
     shape, weight, eps = argument(node, "normalized_shape"), argument(node, "weight"), argument(node, "eps")
     if len(shape) != 1:
         ctx.miss(node, f"normalises over the last {len(shape)} dimensions, not one")
@@ -118,20 +119,20 @@ def _raise_spelled(node: Node, ctx: PassContext) -> None:
 def _root(node: Node) -> _Root | str | None:
     """The inverse root at a node; words if it is close to one; None if it is something else."""
     divides = is_op(node, A.sqrt.default)
-    power = is_op(node, A.pow.Tensor_Scalar) and number(node.args[1]) == -0.5
+    power = is_op(node, A.pow.Tensor_Scalar) and number(operand(node, 1)) == -0.5
     if not (divides or power or is_op(node, A.rsqrt.default)):
         return None
-    inner: Any = node.args[0]
+    inner = operand(node)
     mean, eps = plus_number(inner) or (inner, None)
     if is_op(mean, A.var.correction, A.var.dim, A.var.default):
         return "the variance is about the mean: this is LayerNorm"
     if not is_op(mean, A.mean.dim):
         return None
-    squares: Any = mean.args[0]
+    squares = operand(mean)
     x = _squared(squares)
     if x is None:
         return "the mean is not of squares"
-    if is_op(x, A.sub.Tensor) and is_op(x.args[1], A.mean.dim):
+    if is_op(x, A.sub.Tensor) and is_op(operand(x, 1), A.mean.dim):
         return "the mean is subtracted first: this is LayerNorm"
     dims = list(argument(mean, "dim") or [])
     if len(dims) != 1 or not is_last(squares, dims[0]):
@@ -145,8 +146,9 @@ def _root(node: Node) -> _Root | str | None:
 
 def _squared(node: Node) -> Node | None:
     """x of pow(x, 2), square(x) or x * x."""
-    if is_op(node, A.square.default) or (is_op(node, A.pow.Tensor_Scalar) and number(node.args[1]) == 2):
-        return node.args[0]  # type: ignore[return-value]
+    if is_op(node, A.square.default) or (is_op(node, A.pow.Tensor_Scalar) and number(operand(node, 1)) == 2):
+        source: Node = operand(node)
+        return source
     return next((a for a, b in products(node) if a is b), None)
 
 
@@ -156,8 +158,8 @@ def _normalized(root: _Root) -> Iterator[tuple[Node, Node]]:
     for user in root.node.users if root.divides else ():
         if is_op(user, A.reciprocal.default):
             inverse += [user, *(u for u in user.users if (times_number(u) or (u, 0.0))[1] == 1)]
-        elif is_op(user, A.div.Tensor) and user.args[1] is root.node and uncast(user.args[0]) is wanted:  # type: ignore[arg-type]
-            yield user, user.args[0]  # type: ignore[misc]
+        elif is_op(user, A.div.Tensor) and operand(user, 1) is root.node and uncast(operand(user)) is wanted:
+            yield user, operand(user)
     for scale in inverse:
         yield from ((user, x) for user, x in factors_of(scale) if uncast(x) is wanted)
 

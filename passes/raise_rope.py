@@ -1,4 +1,4 @@
-"""Find rotary embedding in ATen spelling: by the rotated half, by the pair of crossed products, or by complex numbers."""
+"""Find rotary embedding in ATen spelling: by the rotated half, by two crossed products, or by complex numbers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from deepinfer_compile.match import (
     halves,
     is_cast,
     is_last,
+    operand,
     part,
     products,
     same_shape,
@@ -83,7 +84,7 @@ class RaiseRope:
 
 
 def _refuse_real_table(node: Node) -> None:
-    if is_cast(node) and dtype_of(node.args[0]).is_complex and not dtype_of(node).is_complex:  # type: ignore[arg-type]
+    if is_cast(node) and dtype_of(operand(node)).is_complex and not dtype_of(node).is_complex:
         raise UnsupportedConstruct(
             construct=f"a complex value cast to {_name(node)}, which drops its imaginary part",
             fix="keep the rotary table complex, or split it by torch.view_as_real before the cast",
@@ -95,7 +96,7 @@ def _joined(node: Node) -> list[Any]:
     """The pieces of a cat along the last dimension, or of a stack that makes one."""
     if not is_op(node, A.cat.default, A.stack.default) or argument(node, "dim") not in (-1, _rank(node) - 1):
         return []
-    return list(node.args[0])  # type: ignore[arg-type]
+    return list(operand(node))
 
 
 def _flattened(node: Node) -> Node | None:
@@ -109,7 +110,7 @@ def _rotated(node: Node) -> _Site | str | None:
     pieces = _joined(node)
     if len(pieces) != 2 or not is_op(pieces[0], A.neg.default):
         return None
-    p1, p2 = part(pieces[1]), part(pieces[0].args[0])
+    p1, p2 = part(pieces[1]), part(operand(pieces[0]))
     style, stacked = _read_style(p1, p2), is_op(node, A.stack.default)
     if style is None or p1 is None or stacked != (style == "pair"):
         return "the rotated parts are not the two halves of one value, or its even and odd elements"
@@ -166,9 +167,8 @@ def _complex(node: Node) -> _Site | str | None:
     """reshape(view_as_real(view_as_complex(reshape(x, [..., D / 2, 2])) * table), x's shape)."""
     if not is_op(node, A.view_as_real.default):
         return None
-    found = [
-        (z, t) for z, t in products(node.args[0]) if is_op(z, A.view_as_complex.default) and same_shape(z, node.args[0])
-    ]  # type: ignore[arg-type]
+    turned = operand(node)
+    found = [(z, t) for z, t in products(turned) if is_op(z, A.view_as_complex.default) and same_shape(z, turned)]
     if not found:
         return "the real view is not of a complex view times a table"
     z, table = found[0]
@@ -179,15 +179,14 @@ def _complex(node: Node) -> _Site | str | None:
             fix="keep the table complex: cast the model without its rotary buffers, or compute the table again",
             where=place_of(node),
         )
-    pairs: Any = z.args[0]
-    final = only_user(node)
+    pairs, final = operand(z), only_user(node)
     if not is_op(pairs, *RESHAPES) or width(pairs) != 2:
         return "the complex view is not of adjacent pairs of one value"
-    if final is None or not is_op(final, *RESHAPES) or not same_shape(final, pairs.args[0]):
+    if final is None or not is_op(final, *RESHAPES) or not same_shape(final, operand(pairs)):
         return "the real view is not flattened back to the value's shape"
     if is_op(table, A._conj.default):
         return "the table is conjugated: the rotation is backwards"
-    return _Site(final, pairs.args[0], table, table, "pair")
+    return _Site(final, operand(pairs), table, table, "pair")
 
 
 def _name(node: Node) -> str:
@@ -248,9 +247,9 @@ def _real_tables(site: _Site) -> tuple[Node, Node]:
 def _undoubled(table: Node) -> Node | None:
     """t of a table that was made as repeat_interleave(t, 2, -1)."""
     doubled = (
-        is_op(table, A.repeat_interleave.self_int) and table.args[1] == 2 and is_last(table, argument(table, "dim"))
+        is_op(table, A.repeat_interleave.self_int) and operand(table, 1) == 2 and is_last(table, argument(table, "dim"))
     )
-    return table.args[0] if doubled else None  # type: ignore[return-value]
+    return operand(table) if doubled else None
 
 
 def _gathered(table: Node) -> Node:

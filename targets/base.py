@@ -41,8 +41,15 @@ class Variant:
 class Target(Protocol):
     """One place where programs run."""
 
-    name: str
-    limits: Limits
+    @property
+    def name(self) -> str:
+        """What users call it."""
+        ...
+
+    @property
+    def limits(self) -> Limits:
+        """Its data."""
+        ...
 
     def missing(self) -> str | None:
         """Why native code cannot be built here, in words a user can act on; None if it can."""

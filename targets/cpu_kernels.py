@@ -9,6 +9,7 @@ by instruction set because AVX-512 has twice the registers.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from deepinfer_compile.artifacts import cached
 from deepinfer_compile.errors import NativeBuildFailed, NoCompiler, TargetUnavailable
 from deepinfer_compile.render import Value, names_of, render
 from deepinfer_compile.runtime.batch import PAGE_SIZE
@@ -45,8 +47,6 @@ _HEADERS = (
 _UNITS = (
     "cpu_linear/linear.cpp",
     "cpu_attention/attention.cpp",
-    "cpu_latent/latent.cpp",
-    "cpu_experts/experts.cpp",
 )
 
 
@@ -177,36 +177,42 @@ def _run(command: list[str], log: Path) -> None:
     raise NativeBuildFailed(what_="the CPU kernels", target="cpu", reason=first.strip(), log=log)
 
 
-def compile_kernels(out_dir: Path, isa: str, compiler: str) -> None:
-    """Write sources, library and record into `out_dir`. Raises NativeBuildFailed; the log stays in `out_dir`."""
-    out_dir.mkdir(parents=True, exist_ok=True)
-    for name, text in render_kernels(isa).items():
+def _compile(sources: dict[str, str], isa: str, compiler: str, out_dir: Path, log_dir: Path) -> None:
+    """Write sources, library and record into `out_dir`; a failing command's output goes to `log_dir`."""
+    for name, text in sources.items():
         (out_dir / name).write_text(text)
     root = Path(torch.__file__).parent
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    include = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
-    units = [out_dir / Path(name).name for name in _UNITS]
+    flags = [*_FLAGS, f"-march={isa}", abi, f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+    units = [Path(name) for name in sources if name.endswith(".cpp")]
 
-    def compile_unit(unit: Path) -> Path:
-        target = unit.with_suffix(".o")
-        command = [compiler, *_FLAGS, f"-march={isa}", abi, *include, "-c", str(unit), "-o", str(target)]
-        _run(command, unit.with_suffix(".log"))
+    def compile_unit(unit: Path) -> str:
+        target = str(out_dir / unit.with_suffix(".o"))
+        _run([compiler, *flags, "-c", str(out_dir / unit), "-o", target], log_dir / unit.with_suffix(".log"))
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_unit, units))
-    link = [compiler, "-shared", "-o", str(out_dir / LIBRARY), *map(str, objects)]
-    _run([*link, f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"], out_dir / "link.log")
+    link = [compiler, "-shared", "-o", str(out_dir / LIBRARY), *objects, f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    _run(link, log_dir / "link.log")
     for item in objects:
-        item.unlink()
+        Path(item).unlink()
     (out_dir / RECORD).write_text(json.dumps(build_record(isa), indent=1, sort_keys=True) + "\n")
 
 
 def build_kernels(out_dir: Path, isa: str) -> Path:
     """Build the library of one instruction set into `out_dir` and return its path.
 
-    Beside it lie the rendered sources and `kernels.json` (`build_record`). Raises NoCompiler, NativeBuildFailed and
-    TargetUnavailable.
+    Beside it lie the rendered sources and `kernels.json` (`build_record`). What was compiled before from the same
+    sources, with the same compiler and torch, is taken from the cache. Raises NoCompiler, NativeBuildFailed (its log
+    stays in `out_dir`) and TargetUnavailable.
     """
-    compile_kernels(out_dir, isa, find_compiler())
+    compiler = find_compiler()
+    sources = render_kernels(isa)
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    key: dict[str, object] = {"what": LIBRARY, **build_record(isa), "compiler": version, "flags": [*_FLAGS]}
+    key["sources"] = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sources.items()}
+    out_dir.mkdir(parents=True, exist_ok=True)
+    built = cached(key, lambda folder: _compile(sources, isa, compiler, folder, out_dir))
+    shutil.copytree(built, out_dir, dirs_exist_ok=True)
     return out_dir / LIBRARY

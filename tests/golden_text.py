@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent / "golden"
 
 
 def check_golden(name: str, text: str) -> None:
-    """Compare `text` with tests/golden/<name>.txt; the failure shows the difference. With ACCEPT=1, write it instead."""
+    """Compare `text` with tests/golden/<name>.txt and show the difference. With ACCEPT=1, write it instead."""
     file = FOLDER / f"{name}.txt"
     if os.environ.get("ACCEPT") == "1":
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -79,7 +79,7 @@ def _span(name: str, tensor: Tensor) -> _Span:
 
 
 def _meeting(spans: list[_Span]) -> list[list[_Span]]:
-    """Groups of spans that overlap, directly or through others. Empty tensors stand alone."""
+    """Groups of spans that overlap, directly or through others, in the order given. Empty tensors stand alone."""
     groups: list[list[_Span]] = [[span] for span in spans if span.start == span.end]
     ordered = sorted((span for span in spans if span.start < span.end), key=lambda s: (s.storage, s.start, -s.end))
     reach = 0
@@ -90,7 +90,11 @@ def _meeting(spans: list[_Span]) -> list[list[_Span]]:
         else:
             groups.append([span])
             reach = span.end
-    return groups
+    # Addresses order the search, names the result: the same tensors give the same file.
+    order = {span.name: index for index, span in enumerate(spans)}
+    for group in groups:
+        group.sort(key=lambda span: order[span.name])
+    return sorted(groups, key=lambda group: order[group[0].name])
 
 
 def _store(spans: list[_Span], items: list[WeightItem], constants: dict[str, Constant]) -> None:

@@ -65,7 +65,7 @@ def validate(recipe: Any, name: str, depth: int = 0) -> Recipe:
             validate(item, name, depth + 1)
         elif not isinstance(item, str):
             raise bad("an operand is neither a name nor a recipe")
-    return recipe
+    return dict(recipe)
 
 
 def _bad_fields(recipe: Recipe) -> str:

@@ -86,7 +86,7 @@ def remove_leftovers(target: Path) -> None:
 
 
 def put_in_place(new: Path, target: Path) -> None:
-    """With the lock held: `target` becomes the folder `new`, which ceases to exist; a folder there before is removed.
+    """With the lock held: `target` becomes the folder `new`, which ceases to exist; what was there before is removed.
 
     Raises OSError; then `target` is what it was.
     """
@@ -105,7 +105,10 @@ def put_in_place(new: Path, target: Path) -> None:
             raise
     sync_folder(target.parent)
     # The new folder is in place; what cannot be removed now is a leftover for the next writer.
-    shutil.rmtree(old, ignore_errors=True)
+    if old.is_dir() and not old.is_symlink():
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        old.unlink(missing_ok=True)
 
 
 def exchange(first: Path, second: Path) -> bool:

@@ -56,7 +56,7 @@ def experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor
     """Transformers' experts interface: hidden [T, H], ids and weights [T, k] -> [T, H]."""
     kind, alpha, limit, interleaved = module._deepinfer_gate
     bias = bool(getattr(module, "has_bias", False))
-    return torch.ops.deepinfer.experts(
+    out: Tensor = torch.ops.deepinfer.experts(
         hidden,
         ids,
         weights,
@@ -70,6 +70,7 @@ def experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor
         interleaved,
         bool(getattr(module, "is_transposed", False)),
     )
+    return out
 
 
 def gate_form(module: Any) -> tuple[str, float, float, bool]:

@@ -21,7 +21,8 @@ GROUP_RANKS = ("none", "max", "top2")
 
 def _top(scores: Tensor, k: int) -> Tensor:
     """i64[T, k] indices of the k largest along the last axis, stable: lower index first among equals."""
-    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k]
+    indices: Tensor = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+    return indices[..., :k]
 
 
 def _scores(logits: Tensor, kind: str) -> Tensor:

@@ -163,10 +163,9 @@ def _harmless(full: Tokenizer, control: dict[int, str]) -> Tokenizer:
         form |= {"added_tokens": [], "post_processor": None, "model": _unreachable(form["model"], names)}
         model = Tokenizer.from_str(json.dumps(form)).model
     added = full.get_added_tokens_decoder()
-    tokens = [_renamed(added[number], names) for number in sorted(added)]
-    copy = _copy(full, model, tokens, full.pre_tokenizer)
-    copy.encode_special_tokens = True
-    return copy
+    hidden = {n: AddedToken(names[text], special=True, normalized=False) for n, text in control.items()}
+    tokens = [hidden.get(number, added[number]) for number in sorted(added)]
+    return _copy(full, model, tokens, full.pre_tokenizer)
 
 
 def _is_control(token: AddedToken, named: Iterable[str], chat_template: str) -> bool:
@@ -175,14 +174,6 @@ def _is_control(token: AddedToken, named: Iterable[str], chat_template: str) -> 
         return False
     bracketed = len(token.content) > 2 and token.content[0] in "<[{(" and token.content[-1] in ">]})"
     return token.special or token.content in named or (bracketed and token.content in chat_template)
-
-
-def _renamed(token: AddedToken, names: dict[str, str]) -> AddedToken:
-    """A control token under its unreachable spelling, a helper as an ordinary added token."""
-    if token.content in names:
-        return AddedToken(names[token.content], special=True, normalized=False)
-    flags = {key: getattr(token, key) for key in ("single_word", "lstrip", "rstrip", "normalized")}
-    return AddedToken(token.content, special=False, **flags)
 
 
 # -- finding control tokens -------------------------------------------------------------------------------------------
@@ -375,6 +366,4 @@ class TextCodec:
         if self._later is None:
             return self._safe
         added = self._safe.get_added_tokens_decoder()
-        copy = _copy(self._safe, self._safe.model, [added[number] for number in sorted(added)], self._later)
-        copy.encode_special_tokens = True
-        return copy
+        return _copy(self._safe, self._safe.model, [added[number] for number in sorted(added)], self._later)

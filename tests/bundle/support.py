@@ -8,8 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
-from deepinfer_compile.bundle import BundleWriter, Constant, Manifest, WeightItem
+from deepinfer_compile.bundle import (
+    BundleWriter,
+    Checkpoint,
+    Constant,
+    Ledger,
+    Manifest,
+    WeightItem,
+    WeightSource,
+    constants_table,
+    split_shards,
+    weight_items,
+)
+from deepinfer_compile.bundle.files import hash_file
 
 FIRST = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 SECOND = torch.tensor([[1.5, -0.0], [float("nan"), 3.0]], dtype=torch.bfloat16)
@@ -57,3 +70,31 @@ def raw_safetensors(header: dict | bytes, data: bytes, length: int | None = None
 
 def tree_bytes(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def refit(root: Path) -> None:
+    """Record the sizes and chunk digests of what is there now, but not the digests of weight headers."""
+
+    def change(value: dict) -> None:
+        for name in list(value["files"]):
+            if not (root / name).exists():
+                continue
+            entry = hash_file(root / name)
+            value["files"][name] |= {"size": entry.size, "sha256": entry.sha256, "chunks": list(entry.chunks)}
+
+    edit_manifest(root, change)
+
+
+def checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+    folder.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return Checkpoint.open(folder)
+
+
+def write_bundle(path: Path, wanted: dict, ledger: Ledger, source: Checkpoint, weights: WeightSource) -> None:
+    with BundleWriter(path) as writer:
+        if weights.mode == "copy":
+            for shard, items in split_shards(weight_items(ledger, source), 100):
+                writer.add_weights(shard, items)
+        writer.add_json("ledger.json", ledger.to_json())
+        writer.finish(Manifest({}, {}, constants=constants_table(wanted), tied=ledger.tied, weights=weights))

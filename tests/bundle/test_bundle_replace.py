@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -10,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -96,9 +97,8 @@ def test_errors_leave_what_was_there(tmp_path: Path, old: bool) -> None:
     if old:
         write_small(out)
     before = tree_bytes(tmp_path)
-    with pytest.raises(ZeroDivisionError), BundleWriter(out) as writer:
-        writer.add_bytes("report.md", b"x")
-        raise ZeroDivisionError
+    with pytest.raises(TypeError, match="JSON"), BundleWriter(out) as writer:
+        writer.add_json("report.json", {"x": object()})
     with pytest.raises(RuntimeError, match="without finish"), BundleWriter(out) as writer:
         writer.add_bytes("report.md", b"x")
     assert tree_bytes(tmp_path) == before
@@ -259,15 +259,23 @@ def test_BND_6_reader_during_saves(small: Path) -> None:
         while time.monotonic() < deadline:
             files = read_bundle(small, check="full")
             label = files.manifest.build["label"]
-            try:
-                assert files.json("programs/decode.json")["label"] == label
-            except BundleCorrupt as error:
-                assert "open it again" in str(error)
             labels.add(label)
+            with _replaced_meanwhile():
+                assert files.json("programs/decode.json")["label"] == label
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert len(labels) > 3
+
+
+@contextlib.contextmanager
+def _replaced_meanwhile() -> Iterator[None]:
+    """What an open bundle may say once its folder is gone: that, and nothing else."""
+    try:
+        yield
+    except BundleCorrupt as error:
+        if "open it again" not in str(error):
+            raise
 
 
 def test_moved_aside_bundle_comes_back_on_the_next_open(small: Path) -> None:

@@ -360,7 +360,10 @@ def test_BND_5_large_weights_in_a_bundle(tmp_path: Path) -> None:
             "sha256": combined(chunks),
             "header_sha256": read_header(path).sha256,
         }
-        extra = {n: {"dtype": c.dtype, "shape": list(c.shape), "of": "", "offset": 0, "stride": []} for n, c in constants.items()}
+        extra = {
+            n: {"dtype": c.dtype, "shape": list(c.shape), "of": "", "offset": 0, "stride": []}
+            for n, c in constants.items()
+        }
         value["constants"] = extra
 
     edit_manifest(tmp_path / "b", change)

@@ -9,6 +9,7 @@ integers.
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass
 
 import numpy as np
@@ -220,3 +221,70 @@ def distribution(logits, params: SamplingParams, prompt=(), output=(), ends=()) 
         before = np.cumsum(down) - down
         x[x < down[before < params.top_p * x.sum()].min()] = 0
     return x / x.sum()
+
+
+class Pieces:
+    """A decoder in which id i stands for the i-th piece."""
+
+    def __init__(self, pieces: list[str], tail: str = "") -> None:
+        self.pieces, self.tail = pieces, tail
+
+    def push(self, token_ids: list[int]) -> str:
+        return "".join(self.pieces[i] for i in token_ids)
+
+    def flush(self) -> str:
+        return self.tail
+
+
+def plain_stop(text: str, stops, include: bool) -> tuple[str | None, str]:
+    """The first stop completed when a text is read character by character, and the text cut there."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            stop = max(ending, key=len)
+            return stop, text[: end if include else end - len(stop)]
+    return None, text
+
+
+class Codec:
+    """A tokenizer over bytes: most ids are one letter, some are words, some are parts of a character.
+
+    Ids 5 and 11 are special and end a text; "<eos>" in a prompt is five letters, never id 5.
+    """
+
+    eos_token_ids = (5, 11)
+
+    def __init__(self) -> None:
+        letters = "abcdefghijklmnopqrstuvwxyz .,<>"
+        self.bytes = [letters[i % len(letters)].encode() for i in range(VOCAB)]
+        self.bytes[40:46] = [b"the ", b"stop", b"END", b"ab", b"bcd", b""]
+        self.bytes[50:60] = [bytes([b]) for b in "é€é€".encode()]
+        self.bytes[5], self.bytes[11] = b"<eos>", b"<end>"
+
+    def encode(self, text: str) -> list[int]:
+        plain = [i for i in range(40) if i not in self.eos_token_ids]
+        return [plain[ord(letter) % len(plain)] for letter in text]
+
+    def encode_chat(self, messages, add_generation_prompt: bool = True) -> list[int]:
+        assert add_generation_prompt
+        return [77, *self.encode("".join(f"{m['role']}:{m['content']};" for m in messages)), 78]
+
+    def detokenizer(self, skip_special_tokens: bool) -> ByteDetok:
+        return ByteDetok(self, skip_special_tokens)
+
+    def decode(self, ids, skip_special_tokens: bool) -> str:
+        one = self.detokenizer(skip_special_tokens)
+        return one.push(list(ids)) + one.flush()
+
+
+class ByteDetok:
+    def __init__(self, codec: Codec, skip: bool) -> None:
+        self.codec, self.skip = codec, skip
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_ids: list[int]) -> str:
+        kept = [i for i in token_ids if not (self.skip and i in self.codec.eos_token_ids)]
+        return self.decoder.decode(b"".join(self.codec.bytes[i] for i in kept))
+
+    def flush(self) -> str:
+        return self.decoder.decode(b"", True)

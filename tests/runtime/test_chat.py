@@ -102,7 +102,7 @@ def test_json_is_escaped_as_in_the_plain_rendering(ascii_only: bool, indent: int
     assert rendered.text == json.dumps(data, ensure_ascii=ascii_only, indent=indent)
     assert json.loads(rendered.text) == data
     free = {char for char, mark in zip(rendered.text, rendered.marked) if char == mark}
-    assert free <= set('{}[]:,"\\n 1.5nulltruet\u2028\n')
+    assert free <= set('{}[]:,"\\n 1.5nulltruet\u2028\n028')
     keyed = one("{{ messages[0].data | tojson(sort_keys=true) }}", data=data)
     assert keyed.text == json.dumps(data, ensure_ascii=False, sort_keys=True)
 

@@ -85,6 +85,15 @@ def test_incomplete_characters_are_held_back(tmp_path: Path) -> None:
     assert codec.detokenizer(True).push([]) == ""
 
 
+def test_a_replacement_character_in_the_vocabulary_is_not_held_back_for_ever() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"\ufffd": 0, "a": 1}, unk_token="a"))
+    tokenizer.decoder = decoders.Fuse()
+    detok = Detok(DetokTables(tokenizer), False)
+    pushed = detok.push([0] * 9)
+    assert 5 < len(pushed) < 9
+    assert pushed + detok.push([1]) + detok.flush() == "\ufffd" * 9 + "a"
+
+
 def test_control_tokens_are_shown_or_skipped(tmp_path: Path) -> None:
     codec, oracle = both("unigram-first", CHATML, tmp_path)
     ids = oracle("hi<|im_end|> hi")["input_ids"]
@@ -104,7 +113,7 @@ def test_control_tokens_are_shown_or_skipped(tmp_path: Path) -> None:
     ids=["none", "suffix", "ctc", "strip", "byte-level-in-sequence"],
 )
 def test_decoders_that_look_at_neighbours(decoder: decoders.Decoder | None) -> None:
-    words = ["a", "b</w>", "c</w>", "<pad>", " d", "e ", "Ġf", "日"]
+    words = ["a", "b</w>", "c</w>", "<pad>", " d", "e ", "Ġf", "日", " "]
     tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="a"))
     if decoder is not None:
         tokenizer.decoder = decoder

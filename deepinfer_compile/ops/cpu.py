@@ -1,0 +1,53 @@
+"""What tracing needs to know of the native CPU operations (`templates/cpu_*`): schemas and fake functions.
+
+The native library defines the same schemas when it is loaded. Load it before `register_fakes` where both meet in one
+process; without it (a bundle built for an instruction set that this machine lacks) the schemas come from here, and the
+operations can be traced but not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "deepinfer_cpu"
+
+SCHEMAS = {
+    "linear": "linear(Tensor x, Tensor w, Tensor? b) -> Tensor",
+    "linears": "linears(Tensor x, Tensor[] w, Tensor?[] b) -> Tensor[]",
+    "cached_attention": (
+        "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv, Tensor query_start, Tensor seq_len, "
+        "Tensor block_table, Tensor slot, float scale, int window, float softcap, Tensor? sinks) -> Tensor"
+    ),
+}
+
+_library: list[torch.library.Library] = []
+
+
+def _linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], w.shape[0])
+
+
+def _linears(x: Tensor, w: Sequence[Tensor], b: Sequence[Tensor | None]) -> list[Tensor]:
+    return [_linear(x, one, None) for one in w]
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+_FAKES = {"linear": _linear, "linears": _linears, "cached_attention": _attention}
+
+
+def register_fakes() -> None:
+    """Give every operation its fake function, so that torch.export and AOTInductor can trace calls of it. Idempotent."""
+    if _library:
+        return
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for name, schema in SCHEMAS.items():
+        if not hasattr(getattr(torch.ops, NAMESPACE), name):
+            library.define(schema)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", _FAKES[name], lib=library)
+    _library.append(library)

@@ -1,0 +1,129 @@
+"""How the dialect treats packed tokens: attention is the one family that may read other tokens, through its caches."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from deepinfer_compile.graph import tensor
+from deepinfer_compile.rowwise import Call, Kind, Rows, Value, aligned, rule
+
+
+def expect(call: Call, name: str, dim: int) -> Rows:
+    """An operand that must run over tokens in one known dimension, one element a token."""
+    arg = call.arg(name)
+    found = call.rows(arg)
+    if found.dim != dim or found.inner != 1:
+        call.refuse(f"operand {name} must run over rows in dimension {dim}, and does in {found.dim}")
+    return found
+
+
+def not_last(call: Call, name: str) -> Rows:
+    """An operand that runs over tokens in any dimension but the last."""
+    arg = call.arg(name)
+    found = call.rows(arg)
+    if found.dim == call.rank(arg) - 1:
+        call.refuse(f"it reduces {name} over its last dimension, which runs over the tokens")
+    return found
+
+
+@rule("deepinfer.rms_norm")
+def _rms_norm(call: Call) -> Value:
+    call.constant(call.arg("weight"), "the weight")
+    return not_last(call, "x")
+
+
+@rule("deepinfer.add_rms_norm")
+def _add_rms_norm(call: Call) -> Value:
+    call.constant(call.arg("weight"), "the weight")
+    not_last(call, "x")
+    both = aligned(call, [call.arg("x"), call.arg("residual")], call.rank(call.arg("x")))
+    return both, both
+
+
+@rule("deepinfer.gated_act")
+def _gated_act(call: Call) -> Value:
+    return aligned(call, [call.arg("gate"), call.arg("up")], call.result_rank())
+
+
+@rule("deepinfer.rope")
+def _rope(call: Call) -> Value:
+    not_last(call, "x")
+    return aligned(call, [call.arg(n) for n in ("x", "cos", "sin")], call.result_rank())
+
+
+@rule("deepinfer.complex_rope_table")
+def _complex_rope_table(call: Call) -> Value:
+    return call.same_for_all(call.rows(call.arg("table")))
+
+
+@rule("deepinfer.route")
+def _route(call: Call) -> Value:
+    call.constant(call.arg("bias"), "the bias")
+    return call.same_for_all(not_last(call, "logits"))
+
+
+@rule("deepinfer.experts")
+def _experts(call: Call) -> Value:
+    for name in ("w13", "w2", "b13", "b2"):
+        call.constant(call.arg(name), name)
+    return _agree(call, [expect(call, name, 0) for name in ("x", "ids", "weights")])
+
+
+@rule("deepinfer.output_projection")
+def _output_projection(call: Call) -> Value:
+    x = call.arg("x")
+    found = expect(call, "x", call.rank(x) - 2)
+    if call.of(call.arg("rows")) is not Kind.ROW_IDS or found.axis != "tokens":
+        call.refuse("its rows are not the input `rows`")
+    call.constant(call.arg("weight"), "the weight")
+    call.constant(call.arg("bias"), "the bias")
+    return Rows("rows", found.dim)
+
+
+@rule("deepinfer.attention")
+def _attention(call: Call) -> Value:
+    call.constant(call.arg("sinks"), "the sinks")
+    if call.arg("mask") is not None:
+        call.refuse("an explicit mask may show tokens of other requests")
+    _agree(call, [expect(call, name, 2) for name in ("q", "k", "v")])
+    return Rows("tokens", 1)
+
+
+@rule("deepinfer.latent_attention")
+def _latent_attention(call: Call) -> Value:
+    call.constant(call.arg("w_uk"), "w_uk")
+    call.constant(call.arg("w_uv"), "w_uv")
+    _agree(call, [expect(call, n, d) for n, d in (("q_nope", 2), ("q_rope", 2), ("c", 1), ("k_rope", 1))])
+    return Rows("tokens", 1)
+
+
+@rule("deepinfer.cached_attention")
+def _cached_attention(call: Call) -> Value:
+    call.constant(call.arg("sinks"), "the sinks")
+    _cache(call, call.arg("kv"))
+    return _agree(call, [expect(call, name, 0) for name in ("q", "k", "v", "slot")])
+
+
+@rule("deepinfer.cached_latent_attention")
+def _cached_latent_attention(call: Call) -> Value:
+    call.constant(call.arg("w_uk"), "w_uk")
+    call.constant(call.arg("w_uv"), "w_uv")
+    _cache(call, call.arg("latent"))
+    return _agree(call, [expect(call, name, 0) for name in ("q_nope", "q_rope", "c", "k_rope", "slot")])
+
+
+@rule("deepinfer.merge_attention")
+def _merge_attention(call: Call) -> Value:
+    return call.same_for_all(_agree(call, [expect(call, n, 0) for n in ("out_a", "lse_a", "out_b", "lse_b")]))
+
+
+def _cache(call: Call, cache: Node) -> None:
+    if call.of(cache) is not Kind.BATCH:
+        call.refuse(f"{cache.name} {tuple(tensor(cache).shape)} is not a cache input")
+
+
+def _agree(call: Call, found: list[Rows]) -> Rows:
+    """Operands over the same axis; gives the first."""
+    if len({f.axis for f in found}) > 1:
+        call.refuse("its operands run over different rows")
+    return found[0]

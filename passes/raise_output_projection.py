@@ -1,0 +1,162 @@
+"""Make the output projection read only the rows whose logits are wanted, whether or not the model chose them itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from deepinfer_compile.facts import Fact
+from deepinfer_compile.graph import Editor, argument, is_op, target_name, tensor
+from deepinfer_compile.match import equal_size, is_cast, is_tensor, operand
+from deepinfer_compile.ops import OUTPUT_PROJECTION
+from deepinfer_compile.passbase import NONE, PassContext, register
+from deepinfer_compile.program import Program
+from deepinfer_compile.skeleton import block_input, fresh, program_input, revalue, revalue_calls, tokens_of
+
+A = torch.ops.aten
+TRANSPOSES = (A.t.default, A.transpose.int, A.permute.default, A.numpy_T.default)
+EXAMPLE_ROWS = 3
+
+
+@dataclass(frozen=True)
+class _Final:
+    """The end of the graph: what the linear reads, its weight, and the row selection on either side of it."""
+
+    node: Node
+    weight: Node
+    bias: Node | None
+    before: Node | None
+    behind: Node | None
+
+
+@register
+@dataclass(frozen=True)
+class RaiseOutputProjection:
+    """Replace row selection and final linear by deepinfer::output_projection.
+
+    Before: `linear(index(x[1,T,H], [None, rows]), w)`, or `linear(x[1,T,H], w)` in a model that gives all logits
+    After:  `output_projection(x, rows, w, None)`
+    Where the model selects nothing, the program gets the input `rows` i64[N] and the output becomes [N, V]. Softcap,
+    scale and casts after the linear stay as they are, on N rows.
+    Left alone: programs whose result comes of no linear (their rows are selected from the finished logits), and a
+    selection that is not directly around the linear.
+    """
+
+    name: ClassVar[str] = "raise-output-projection"
+    level: ClassVar[str] = "skeleton"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.CANONICAL})
+    makes: ClassVar[frozenset[Fact]] = frozenset({Fact.RAISED})
+    breaks: ClassVar[frozenset[Fact]] = NONE
+
+    def run_program(self, program: Program, ctx: PassContext) -> Program:
+        call: Any = operand(_output(program.skeleton))
+        if not isinstance(call, Node) or call.op != "call_module":
+            ctx.graph = "skeleton"
+            ctx.miss(_output(program.skeleton), "the program's result is not the one output of a block")
+            return program
+        name = str(call.target)
+        ctx.graph, ctx.layers = name, tuple(program.layers_of(name))
+        gm = program.blocks[name]
+        result = operand(_output(gm))
+        found = _final(result)
+        if isinstance(found, _Final):
+            changed = ctx.claim(found.node, "final linear on the wanted rows") and _project(program, name, found)
+        elif found:
+            ctx.miss(result, found)
+            changed = _over_tokens(program, result) and ctx.claim(result, "wanted rows of finished logits")
+            if changed:
+                _select_late(program, name, result)
+        else:
+            changed = False
+        if changed:
+            _as_rows(gm)
+            revalue(gm)
+            revalue_calls(program, name)
+        return program
+
+
+def _output(gm: GraphModule) -> Node:
+    node: Node = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    return node
+
+
+def _over_tokens(program: Program, node: Node) -> bool:
+    shape = tensor(node).shape
+    return len(shape) >= 2 and equal_size(shape[-2], tokens_of(program))
+
+
+def _final(node: Node) -> _Final | str:
+    """The final linear above a result; words if there is none; nothing if it is raised already."""
+    behind: Node | None = None
+    while not is_op(node, A.linear.default, A.matmul.default, A.mm.default):
+        if is_op(node, OUTPUT_PROJECTION.overload):
+            return ""
+        if _selection(node) is not None and behind is None:
+            behind = node
+        elif not _rowwise_tail(node):
+            return f"the result comes of {target_name(node)}, not of a linear"
+        node = operand(node)
+    weight, bias = operand(node, 1), argument(node, "bias")
+    if not is_op(node, A.linear.default):
+        if not is_op(weight, *TRANSPOSES) or tensor(weight).dim() != 2:
+            return "the result comes of a product with a matrix that is not a transposed weight"
+        weight = operand(weight)
+    before = operand(node) if _selection(operand(node)) is not None else None
+    return _Final(node, weight, bias, before, behind)
+
+
+def _rowwise_tail(node: Node) -> bool:
+    """Whether a node only scales, caps or casts logits, or drops the batch dimension."""
+    if node.op != "call_function" or not is_tensor(node) or not node.args or not is_tensor(operand(node)):
+        return False
+    if is_op(node, A.select.int, A.squeeze.dim):
+        return int(argument(node, "dim")) == 0 and tensor(operand(node)).dim() == 3
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return len(node.all_input_nodes) == 1 and (pointwise or is_cast(node))
+
+
+def _selection(node: Node) -> Node | None:
+    """The indices with which a node picks rows of its operand's second dimension from the right."""
+    if is_op(node, A.index.Tensor):
+        dim = tensor(operand(node)).dim() - 2
+        *front, last = operand(node, 1)
+        return last if len(front) == dim and not any(front) and is_tensor(last) and tensor(last).dim() == 1 else None
+    if is_op(node, A.index_select.default) and argument(node, "dim") in (-2, tensor(operand(node)).dim() - 2):
+        return operand(node, 2)  # type: ignore[no-any-return]
+    return None
+
+
+def _project(program: Program, block: str, found: _Final) -> bool:
+    """Put the op in place of the linear, and take away the selection that it does itself."""
+    x, chosen = operand(found.node), found.before or found.behind
+    if found.before is not None:
+        x = operand(found.before)
+    rows = _selection(chosen) if chosen is not None else _rows(program, block)
+    edit = Editor(found.node.graph, found.node)
+    edit.replace(found.node, edit.call(OUTPUT_PROJECTION.overload, x, rows, found.weight, found.bias))
+    if found.behind is not None and found.before is None:
+        edit.replace(found.behind, operand(found.behind))
+    return True
+
+
+def _rows(program: Program, block: str) -> Node:
+    """The block's input for the indices of wanted rows."""
+    source = program_input(program, "rows", fresh(program, "rows", (EXAMPLE_ROWS,), torch.int64, (0,)))
+    return block_input(program, block, source)
+
+
+def _select_late(program: Program, block: str, result: Node) -> None:
+    out = _output(program.blocks[block])
+    out.args = (Editor(out.graph, out).call(A.index_select.default, result, -2, _rows(program, block)),)
+
+
+def _as_rows(gm: GraphModule) -> None:
+    """[1, N, V] -> [N, V] at the end of the graph."""
+    revalue(gm)
+    out = _output(gm)
+    result = operand(out)
+    if tensor(result).dim() == 3:
+        out.args = (Editor(gm.graph, out).call(A.select.int, result, 0, 0),)

@@ -1,0 +1,485 @@
+"""LLM: prompts, texts, streams, stop strings, cancellation, threads."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from deepinfer_compile.errors import BadLogits, BadOption, BadRequest, ContextTooLong, NoTokenizer, OutOfMemory
+from deepinfer_compile.runtime.llm import LLM
+from deepinfer_compile.runtime.params import SamplingParams
+from tests.runtime.fakes import VOCAB, Codec, HashExecutor, Oracle, plain_stop
+
+CODEC = Codec()
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+ORACLE = Oracle(eos=Codec.eos_token_ids)
+
+
+def llm(executor=None, text=CODEC, **options) -> LLM:
+    return LLM(executor or HashExecutor(), text, **{"memory_bytes": 10**8, "max_num_seqs": 8, **options})
+
+
+def ids_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed * 977 + length).choices(range(VOCAB), k=length)
+
+
+def clean(model: LLM) -> bool:
+    return model.engine.alive == 0 and not any(model.engine.pages_used) and model.active == []
+
+
+def expected_text(tokens: list[int], params: SamplingParams, stopped: bool) -> str:
+    hide = stopped and not params.include_stop_str_in_output
+    return CODEC.decode(tokens[:-1] if hide else tokens, params.skip_special_tokens)
+
+
+def test_one_prompt_of_each_kind():
+    model = llm()
+    chat = [{"role": "user", "content": "hello"}]
+    array, tensor = np.array([1, 2, 3]), torch.tensor([4, 5])
+    for prompt, text, ids in (
+        ("some text", "some text", CODEC.encode("some text")),
+        (chat, None, CODEC.encode_chat(chat)),
+        ([1, 2, 3], None, [1, 2, 3]),
+        ((7, 8), None, [7, 8]),
+        (array, None, [1, 2, 3]),
+        (tensor, None, [4, 5]),
+    ):
+        (got,) = model.generate(prompt, GREEDY)
+        want = ORACLE.run(ids, GREEDY)
+        assert (got.prompt, got.prompt_token_ids, got.finished) == (text, ids, True)
+        (out,) = got.outputs
+        assert (out.index, out.token_ids, out.finish_reason) == (0, want.tokens, want.finish_reason)
+        assert out.text == expected_text(want.tokens, GREEDY, want.finish_reason == "stop")
+        assert (out.logprobs, out.cumulative_logprob, got.prompt_logprobs) == (None, None, None)
+        assert out.finished
+    assert clean(model)
+
+
+def test_many_prompts_keep_their_order():
+    model = llm()
+    chat = [{"role": "user", "content": "x"}]
+    prompts = ["a", [3] * 90, chat, "b" * 70, [9]] * 5
+    params = [SamplingParams(seed=i, max_tokens=1 + i % 7, ignore_eos=True) for i in range(25)]
+    got = model.generate(prompts, params)
+    assert [len(r.outputs[0].token_ids) for r in got] == [1 + i % 7 for i in range(25)]
+    assert len({r.request_id for r in got}) == 25
+    for result, one in zip(got, params):
+        assert result.outputs[0].token_ids == ORACLE.run(result.prompt_token_ids, one).tokens
+    two = model.generate(np.array([[1, 2], [3, 4]]), GREEDY)
+    assert [r.prompt_token_ids for r in two] == [[1, 2], [3, 4]]
+
+
+def test_no_prompts_no_results():
+    model = llm()
+    assert model.generate([]) == []
+    assert model.generate([], []) == []
+    assert list(model.stream([])) == []
+
+
+def test_without_a_tokenizer_ids_only():
+    model = llm(text=None)
+    (got,) = model.generate([1, 2], SamplingParams(temperature=0, max_tokens=4, logprobs=1))
+    assert got.outputs[0].text == ""
+    assert len(got.outputs[0].token_ids) == 4
+    assert {entry.decoded_token for step in got.outputs[0].logprobs for entry in step.values()} == {None}
+    for prompt in ("text", [{"role": "user", "content": "x"}]):
+        with pytest.raises(NoTokenizer):
+            model.generate(prompt)
+    with pytest.raises(BadRequest, match="stop strings need a tokenizer"):
+        model.generate([1], SamplingParams(stop="x"))
+    assert clean(model)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "says"),
+    [
+        ([], BadRequest, "empty"),
+        ("", BadRequest, "empty"),
+        ([0] * 512, ContextTooLong, "513"),
+        ([VOCAB], BadRequest, str(VOCAB)),
+        ([1, "a"], BadRequest, "list of int, str"),
+        ([True], BadRequest, "list of bool"),
+        (3, BadRequest, "int"),
+        ({"prompt": "x"}, BadRequest, "dict"),
+        (None, BadRequest, "NoneType"),
+    ],
+)
+def test_a_bad_prompt_is_refused_before_anything_runs(bad, error, says):
+    executor = HashExecutor()
+    model = llm(executor)
+    for call in (model.generate, model.stream):
+        with pytest.raises(error, match=says):
+            call(["good", [1, 2], bad])
+    assert executor.steps == []
+    assert clean(model)
+
+
+def test_params_for_all_or_for_each():
+    model = llm(default_params=SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    assert [len(r.outputs[0].token_ids) for r in model.generate([[1], [2]])] == [3, 3]
+    with pytest.raises(BadOption, match="there are 2 prompts"):
+        model.generate([[1], [2]], [GREEDY])
+    with pytest.raises(BadOption, match="something else"):
+        model.generate([[1]], ["hot"])
+    assert llm().default_params == SamplingParams()
+
+
+def test_sizes_reach_the_engine():
+    with pytest.raises(OutOfMemory):
+        llm(memory_bytes=100)
+    with pytest.raises(BadOption, match="max_num_batched_tokens"):
+        llm(max_num_batched_tokens=7)
+    executor = HashExecutor()
+    model = llm(executor, max_model_len=100, max_num_batched_tokens=16)
+    model.generate([[1] * 40] * 3, GREEDY)
+    assert model.max_model_len == 100
+    assert max(tokens for _, tokens in executor.steps) == 16
+
+
+def test_end_ids_of_the_tokenizer_and_of_the_model():
+    model = llm(eos_token_ids=(3, 4))
+    got = model.generate([ids_of(9, i) for i in range(60)], SamplingParams(seed=1, max_tokens=60))
+    want = Oracle(eos=(3, 4, 5, 11))
+    reasons = set()
+    for result in got:
+        answer = want.run(result.prompt_token_ids, SamplingParams(seed=1, max_tokens=60))
+        assert result.outputs[0].token_ids == answer.tokens
+        assert result.outputs[0].stop_reason is None
+        reasons.add(answer.tokens[-1] if answer.finish_reason == "stop" else None)
+    assert {3, 4, 5, 11} <= reasons
+
+
+def test_several_completions_of_one_prompt():
+    model = llm()
+    params = SamplingParams(n=5, seed=2**64 - 3, max_tokens=9, ignore_eos=True, prompt_logprobs=0)
+    (got,) = model.generate("text", params)
+    assert [out.index for out in got.outputs] == [0, 1, 2, 3, 4]
+    seeds = [2**64 - 3, 2**64 - 2, 2**64 - 1, 0, 1]
+    for out, seed in zip(got.outputs, seeds):
+        one = SamplingParams(seed=seed, max_tokens=9, ignore_eos=True)
+        assert out.token_ids == ORACLE.run(got.prompt_token_ids, one).tokens
+    assert len(got.prompt_logprobs) == 4
+    (free,) = model.generate("text", SamplingParams(n=4, max_tokens=9, ignore_eos=True))
+    assert len({tuple(out.token_ids) for out in free.outputs}) == 4
+
+
+def test_logprobs_by_token():
+    model = llm()
+    params = SamplingParams(seed=3, max_tokens=6, logprobs=2, prompt_logprobs=1, ignore_eos=True, temperature=3.0)
+    (got,) = model.generate(ids_of(5), params)
+    out = got.outputs[0]
+    answer = ORACLE.run(ids_of(5), params)
+    total = 0.0
+    for entries, token, logits in zip(out.logprobs, out.token_ids, answer.logits, strict=True):
+        log = torch.from_numpy(logits).log_softmax(-1)
+        order = log.argsort(descending=True).tolist()
+        assert next(iter(entries)) == token
+        assert set(entries) == {token, *order[:2]}
+        for ident, entry in entries.items():
+            assert entry.logprob == pytest.approx(log[ident].item(), abs=1e-5)
+            assert entry.rank == order.index(ident) + 1
+            assert entry.decoded_token == CODEC.decode([ident], False)
+        total += entries[token].logprob
+    assert out.cumulative_logprob == pytest.approx(total)
+    assert got.prompt_logprobs[0] is None
+    assert [next(iter(entries)) for entries in got.prompt_logprobs[1:]] == ids_of(5)[1:]
+
+
+def stop_cases():
+    rng = random.Random(5)
+    letters = "abcdefgh .é€"
+    for i in range(60):
+        stops = ["".join(rng.choices(letters, k=rng.choice([1, 1, 2, 2, 3]))) for _ in range(rng.randrange(1, 6))]
+        yield (
+            i,
+            SamplingParams(
+                seed=i,
+                temperature=2.0,
+                max_tokens=40,
+                stop=[*stops, "stop", "e "],
+                include_stop_str_in_output=i % 3 == 0,
+                ignore_eos=i % 2 == 0,
+                skip_special_tokens=i % 4 > 1,
+                stop_token_ids=[60 + i % 5] if i % 5 == 0 else (),
+            ),
+        )
+
+
+def stopped_at(tokens: list[int], params: SamplingParams, answer) -> tuple[list[int], str, object, str]:
+    """Tokens, text and reasons when stop strings are looked for after each token."""
+    for count in range(1, len(tokens) + 1):
+        last = count == len(tokens)
+        by_id = last and answer.finish_reason == "stop"
+        shown = tokens[: count - 1 if by_id and not params.include_stop_str_in_output else count]
+        detok = CODEC.detokenizer(params.skip_special_tokens)
+        text = detok.push(shown) + (detok.flush() if last else "")
+        found, cut = plain_stop(text, params.stop_strings, params.include_stop_str_in_output)
+        if found is not None and not by_id:
+            return tokens[:count], "stop", found, cut
+        if last:
+            return tokens, answer.finish_reason, answer.stop_reason, cut
+    raise AssertionError("no tokens")
+
+
+def test_stop_strings_end_the_text():
+    model = llm()
+    cases = list(stop_cases())
+    got = model.generate([ids_of(8, i) for i, _ in cases], [params for _, params in cases])
+    seen = set()
+    for result, (_, params) in zip(got, cases):
+        answer = ORACLE.run(result.prompt_token_ids, params)
+        tokens, reason, why, text = stopped_at(answer.tokens, params, answer)
+        out = result.outputs[0]
+        assert (out.token_ids, out.finish_reason, out.stop_reason) == (tokens, reason, why)
+        assert out.text == text
+        seen.add((reason, type(why)))
+    assert {("stop", str), ("stop", int), ("stop", type(None))} <= seen
+
+
+def test_a_stop_string_counts_from_min_tokens_on():
+    model = llm()
+    letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
+    params = SamplingParams(seed=1, stop=letters, min_tokens=5, max_tokens=30)
+    for i in range(10):
+        (got,) = model.generate(ids_of(4, i), params)
+        assert len(got.outputs[0].token_ids) >= 5
+        assert got.outputs[0].finish_reason in ("stop", "length")
+
+
+def test_detokenize_off():
+    (got,) = llm().generate("text", SamplingParams(detokenize=False, seed=1))
+    assert got.outputs[0].text == ""
+
+
+def joined(items):
+    """The items of a stream put together, by request and completion."""
+    whole = {}
+    for item in items:
+        (out,) = item.outputs
+        key = (item.request_id, out.index)
+        tokens, text, logprobs, ends = whole.get(key, ([], "", [], []))
+        assert not ends, "an item after the last"
+        ends = [(out.finish_reason, out.stop_reason)] if out.finished else []
+        whole[key] = (tokens + out.token_ids, text + out.text, logprobs + (out.logprobs or []), ends)
+    return whole
+
+
+def test_a_stream_adds_up_to_what_generate_gives():
+    cases = list(stop_cases())
+    cases += [(i, SamplingParams(seed=i, logprobs=1, n=1 + i % 3, max_tokens=12)) for i in range(60, 70)]
+    prompts, params = [ids_of(8, i) for i, _ in cases], [params for _, params in cases]
+    whole = llm().generate(prompts, params)
+    model = llm()
+    stream = model.stream(prompts, params)
+    items = list(stream)
+    got = joined(items)
+    assert stream.request_ids == [str(i) for i in range(len(prompts))]
+    for ident, result in zip(stream.request_ids, whole):
+        for out in result.outputs:
+            want = (out.token_ids, out.text, out.logprobs or [], [(out.finish_reason, out.stop_reason)])
+            assert got.pop((ident, out.index)) == want
+        assert [item.finished for item in items if item.request_id == ident][-1]
+        assert sum(item.finished for item in items if item.request_id == ident) == 1
+    assert not got
+    assert clean(model)
+
+
+def test_a_stream_comes_token_by_token():
+    executor = HashExecutor()
+    model = llm(executor)
+    params = SamplingParams(seed=1, max_tokens=6, ignore_eos=True, prompt_logprobs=0, logprobs=0)
+    stream = model.stream(ids_of(30), params)
+    assert executor.steps == []
+    first = next(stream)
+    assert len(executor.steps) == 1
+    assert len(first.prompt_logprobs) == 30
+    rest = list(stream)
+    assert [len(item.outputs[0].token_ids) for item in (first, *rest)] == [1] * 6
+    assert [item.prompt_logprobs for item in rest] == [None] * 5
+    sums = [item.outputs[0].cumulative_logprob for item in (first, *rest)]
+    assert sums == sorted(sums, reverse=True)
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_streams_side_by_side_in_one_thread():
+    model = llm()
+    params = SamplingParams(seed=1, max_tokens=15, ignore_eos=True)
+    prompts = [ids_of(20, i) for i in range(3)]
+    streams = [model.stream(prompt, params) for prompt in prompts]
+    items = [[next(stream)] for stream in streams]
+    (direct,) = model.generate(prompts[0], params)
+    for got, stream in zip(items, streams):
+        got.extend(stream)
+    for got, prompt in zip(items, prompts):
+        ((tokens, _, _, _),) = joined(got).values()
+        assert tokens == ORACLE.run(prompt, params).tokens
+    assert direct.outputs[0].token_ids == ORACLE.run(prompts[0], params).tokens
+    assert clean(model)
+
+
+def test_closing_a_stream_frees_its_pages():
+    model = llm()
+    with model.stream([[1] * 100, [2] * 100], GREEDY) as stream:
+        next(stream)
+        assert any(model.engine.pages_used)
+    assert clean(model)
+    assert list(stream) == []
+    stream.close()
+    dropped = model.stream([3] * 100, GREEDY)
+    next(dropped)
+    del dropped
+    assert model.active == []
+    model.generate([4], GREEDY)
+    assert clean(model)
+
+
+def test_cancelling_one_request_of_a_stream():
+    model = llm()
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    stream = model.stream([[1], [2]], params)
+    first, second = stream.request_ids
+    items = [next(stream) for _ in range(4)]
+    assert model.active == [first, second]
+    model.cancel(second)
+    items += stream
+    got = joined(items)
+    assert got[first, 0][3] == [("length", None)]
+    assert got[second, 0][3] == [("abort", None)]
+    assert got[first, 0][0] == ORACLE.run([1], params).tokens
+    assert got[second, 0][0] == ORACLE.run([2], params).tokens[: len(got[second, 0][0])]
+    assert clean(model)
+
+
+class Hooked(HashExecutor):
+    """Calls `hook` with the number of the step before each step."""
+
+    def __init__(self, hook) -> None:
+        super().__init__()
+        self.hook = hook
+
+    def step(self, inputs):
+        self.hook(len(self.steps))
+        return super().step(inputs)
+
+
+def in_a_thread(action) -> None:
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_cancelling_from_another_thread(all_of_them):
+    def hook(step: int) -> None:
+        if step == 3:
+            victims = [None] if all_of_them else [model.active[1], model.active[11]]
+            in_a_thread(lambda: [model.cancel(victim) for victim in victims])
+
+    model = llm(Hooked(hook))
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    got = model.generate([ids_of(5, i) for i in range(12)], params)
+    reasons = [r.outputs[0].finish_reason for r in got]
+    assert reasons == ["abort" if all_of_them or i in (1, 11) else "length" for i in range(12)]
+    for result in got:
+        out, want = result.outputs[0], ORACLE.run(result.prompt_token_ids, params).tokens
+        assert out.token_ids == want[: len(out.token_ids)]
+        assert out.text == CODEC.decode(out.token_ids, True)
+        assert out.finish_reason == "length" or len(out.token_ids) < 10
+    assert got[11].outputs[0].token_ids == []
+    assert clean(model)
+
+
+def test_an_interruption_cancels_the_call():
+    def hook(step: int) -> None:
+        if step == 2 and not interrupted:
+            interrupted.append(step)
+            raise KeyboardInterrupt
+
+    interrupted: list[int] = []
+    model = llm(Hooked(hook))
+    with pytest.raises(KeyboardInterrupt):
+        model.generate([[1] * 70] * 12, GREEDY)
+    assert clean(model)
+    (got,) = model.generate([1] * 70, GREEDY)
+    assert got.outputs[0].token_ids == ORACLE.run([1] * 70, GREEDY).tokens
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bad_logits_name_the_request(streaming):
+    executor = HashExecutor()
+    executor.poison = 90
+    model = llm(executor)
+    prompts = [[1, 2], [3, 90], [4, 5]]
+    with pytest.raises(BadLogits, match="request 1"):
+        list(model.stream(prompts, GREEDY)) if streaming else model.generate(prompts, GREEDY)
+    assert clean(model)
+
+
+def test_threads_share_the_batch():
+    executor = HashExecutor()
+    model = llm(executor, max_num_seqs=16)
+    wrong: list[str] = []
+
+    def work(name: int) -> None:
+        params = SamplingParams(seed=name, max_tokens=12)
+        prompts = [ids_of(20 + i, name) for i in range(12)]
+        if name % 2:
+            got = [tokens for tokens, *_ in joined(model.stream(prompts, params)).values()]
+            got.sort()
+        else:
+            got = sorted(r.outputs[0].token_ids for r in model.generate(prompts, params))
+        if got != sorted(ORACLE.run(prompt, params).tokens for prompt in prompts):
+            wrong.append(f"thread {name}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert wrong == []
+    assert clean(model)
+    assert max(count for count, _ in executor.steps) == 16
+
+
+def test_closing_from_another_thread_ends_the_iteration():
+    model = llm(Hooked(lambda step: in_a_thread(closer) if step == 3 else None))
+    stream = model.stream([1], SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    late: list[threading.Thread] = []
+
+    def closer() -> None:
+        late.append(threading.Thread(target=stream.close))
+        late[0].start()
+
+    assert len(list(stream)) <= 5
+    late[0].join(10)
+    assert clean(model)
+
+
+def test_the_bar_goes_to_stderr_and_only_when_asked(capsys):
+    model = llm()
+    for options, wanted in (({}, False), ({"progress": True}, True), ({"use_tqdm": True}, True)):
+        model.generate([[1], [2]], GREEDY, **options)
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert ("2/2" in err) == wanted
+
+
+def test_imports_stay_small():
+    code = (
+        "import sys\n"
+        "from tests.runtime.fakes import HashExecutor, Codec\n"
+        "from deepinfer_compile.runtime.llm import LLM\n"
+        "LLM(HashExecutor(), Codec(), memory_bytes=10**8).generate('text')\n"
+        "names = 'rich jinja2 transformers triton deepinfer_compile.passes deepinfer_compile.templates'\n"
+        "print([name for name in names.split() if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
