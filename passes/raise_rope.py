@@ -130,6 +130,8 @@ def _crossed(node: Node) -> _Site | str | None:
     pieces = _joined(node)
     if len(pieces) < 2 or not is_op(pieces[0], A.sub.Tensor) or not sums(pieces[1]):
         return None
+    if argument(pieces[0], "alpha") != 1:
+        return None
     terms, stacked = [products(t) for t in pieces[0].args[:2]], is_op(node, A.stack.default)
     if not all(terms):
         return None

@@ -43,10 +43,13 @@ _HEADERS = (
     "cpu_attention/batch.h",
     "cpu_attention/page.h",
     "cpu_attention/attend.h",
+    "cpu_experts/activation.h",
 )
 _UNITS = (
     "cpu_linear/linear.cpp",
     "cpu_attention/attention.cpp",
+    "cpu_latent/latent.cpp",
+    "cpu_experts/experts.cpp",
 )
 
 
@@ -81,6 +84,9 @@ class Config:
     tasks_per_thread: int = 8
     least_pages: int = 2
     tokens_per_thread: int = 16
+    expert_rows: int = 128
+    dot_chunk: int = 64
+    outer_chunk: int = 256
 
 
 CONFIGS = {

@@ -1,8 +1,8 @@
 """A decoder written in plain PyTorch, as people write them: no model class of a library, nothing made for capture.
 
 Odd on purpose: 6 heads over 2 key heads, 5 experts, width 44, vocabulary 307, a complex rotary table sliced to the
-length, a mask built in the attention, tied embeddings. Two ways to write the experts: a loop over modules in which every expert sees
-every token, and an einsum over stacked weights with a one-hot combination.
+length, a mask built in the attention, tied embeddings. Two ways to write the experts: a loop over modules in which
+every expert sees every token, and an einsum over stacked weights with a one-hot combination.
 """
 
 from __future__ import annotations

@@ -57,10 +57,15 @@ class TensorSource(Protocol):
 
 
 class DictSource:
-    """Tensors in memory, such as a state dict, as a source."""
+    """Tensors in memory, such as a state dict, as a source; they have no config and no notes."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
+        self.config: dict[str, Any] = {}
+        self.notes: list[str] = []
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
@@ -91,7 +96,7 @@ class Checkpoint:
         self._maps: dict[str, MappedFile] = {}
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
+    def open(cls, folder: Path | str) -> Checkpoint:
         """Read config, index and headers.
 
         Raises NotAModelFolder, MissingShard, MissingWeight, BadWeightFile, UnsupportedWeightFormat.

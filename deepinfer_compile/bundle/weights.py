@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_compile.bundle import dequant
-from deepinfer_compile.bundle.checkpoint import Checkpoint, TensorSource
+from deepinfer_compile.bundle.checkpoint import Checkpoint, DictSource, TensorSource
 from deepinfer_compile.bundle.execute import check_values, execute, execute_into
 from deepinfer_compile.bundle.ledger import Ledger
 from deepinfer_compile.bundle.manifest import Constant
@@ -28,7 +28,7 @@ SHARD_BYTES = 8 << 30
 
 def plan_weights(
     wanted: Wanted,
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | DictSource,
     tied: Iterable[Iterable[str]] = (),
     rename: Sequence[Alias] = (),
     kept: Iterable[str] = (),
@@ -61,7 +61,7 @@ def plan_weights(
 class _Planner:
     """Finds recipes in one checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, aliases: Sequence[Alias]) -> None:
+    def __init__(self, checkpoint: Checkpoint | DictSource, aliases: Sequence[Alias]) -> None:
         self._checkpoint = checkpoint
         self._aliases = aliases
         quantization = checkpoint.config.get("quantization_config") or {}

@@ -37,6 +37,8 @@ LONG_ROPE: Differences = {
     "original_max_position_embeddings": 32,
 }
 
+MAMBA: Differences = {"mamba_n_heads": 12, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
+
 DENSE: dict[str, tuple[str, Differences]] = {
     "apertus": ("ApertusConfig", {}),
     "arcee": ("ArceeConfig", {"head_dim": 16}),
@@ -51,7 +53,7 @@ DENSE: dict[str, tuple[str, Differences]] = {
     "exaone4": ("Exaone4Config", {**WINDOW, "sliding_window_pattern": 2}),
     "falcon": ("FalconConfig", {}),
     "gemma2": ("Gemma2Config", {**WINDOW, "head_dim": 20, "query_pre_attn_scalar": 20}),
-    "gemma": ("GemmaConfig", {"head_dim": 20}),
+    "gemma1": ("GemmaConfig", {"head_dim": 20}),
     "gemma3n_text": (
         "Gemma3nTextConfig",
         {
@@ -62,7 +64,7 @@ DENSE: dict[str, tuple[str, Differences]] = {
             "num_kv_shared_layers": 2,
             "laurel_rank": 8,
             "altup_num_inputs": 2,
-            "activation_sparsity_pattern": 0.0,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         },
     ),
     "gemma4_text": (
@@ -80,7 +82,7 @@ DENSE: dict[str, tuple[str, Differences]] = {
     "glm4": ("Glm4Config", {"head_dim": 16}),
     "gpt2": ("GPT2Config", {}),
     "gpt_bigcode": ("GPTBigCodeConfig", {}),
-    "gpt_neo": ("GPTNeoConfig", {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 16}),
+    "gpt_neo": ("GPTNeoConfig", {"num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 16}),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "gptj": ("GPTJConfig", {"rotary_dim": 8}),
     "granite": ("GraniteConfig", {"attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
@@ -148,7 +150,7 @@ EXPERTS: dict[str, tuple[str, Differences]] = {
         "Llama4TextConfig",
         {"head_dim": 16, "num_local_experts": 5, "intermediate_size_mlp": 152, "num_hidden_layers": 4},
     ),
-    "mimo_v2_flash": ("MiMoV2FlashConfig", {**GROUPED, **WINDOW, "head_dim": 16}),
+    "mimo_v2_flash": ("MiMoV2FlashConfig", {**GROUPED, **WINDOW, "head_dim": 24, "v_head_dim": 20}),
     "minimax_m2": ("MiniMaxM2Config", {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "phimoe": ("PhimoeConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2_moe": (
@@ -186,6 +188,7 @@ LATENT_ATTENTION: dict[str, tuple[str, Differences]] = {
             "n_routed_experts": 8,
             "zero_expert_num": 2,
             "moe_topk": 3,
+            "head_dim": 8,
         },
     ),
     "minicpm3": ("MiniCPM3Config", LATENT),
@@ -193,18 +196,33 @@ LATENT_ATTENTION: dict[str, tuple[str, Differences]] = {
 }
 
 RECURRENT: dict[str, tuple[str, Differences]] = {
-    "bamba": ("BambaConfig", {}),
+    "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1]}),
     "falcon_mamba": ("FalconMambaConfig", {}),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
-        {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+        {**MAMBA, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
     ),
     "jamba": ("JambaConfig", {}),
-    "kimi_linear": ("KimiLinearConfig", {}),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {**LATENT, **GROUPED, "q_lora_rank": None, "num_local_experts": 8, "linear_head_dim": 16, "linear_num_heads": 6},
+    ),
     "lfm2": ("Lfm2Config", {}),
     "mamba2": ("Mamba2Config", {"num_heads": 12, "head_dim": 16, "state_size": 16, "n_groups": 2}),
     "minimax": ("MiniMaxConfig", {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2}),
-    "qwen3_next": ("Qwen3NextConfig", {**ROUTED, "head_dim": 16, "shared_expert_intermediate_size": 40}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **ROUTED,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 40,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+    ),
     "recurrent_gemma": ("RecurrentGemmaConfig", {"lru_width": 96}),
 }
 

@@ -21,7 +21,17 @@ SCHEMAS = {
         "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv, Tensor query_start, Tensor seq_len, "
         "Tensor block_table, Tensor slot, float scale, int window, float softcap, Tensor? sinks) -> Tensor"
     ),
+    "cached_latent_attention": (
+        "cached_latent_attention(Tensor q_nope, Tensor q_rope, Tensor c, Tensor k_rope, Tensor w_uk, Tensor w_uv, "
+        "Tensor(a!) latent, Tensor query_start, Tensor seq_len, Tensor block_table, Tensor slot, float scale, str form) "
+        "-> Tensor"
+    ),
+    "experts": (
+        "experts(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, str act, "
+        "float alpha, float limit, bool interleaved, bool transposed) -> Tensor"
+    ),
 }
+"""Operation name -> schema; shapes and meaning are those of the operation of the same name in the dialect."""
 
 _library: list[torch.library.Library] = []
 
@@ -38,7 +48,22 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
-_FAKES = {"linear": _linear, "linears": _linears, "cached_attention": _attention}
+def _latent_attention(q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, *rest: object) -> Tensor:
+    return q_nope.new_empty(q_nope.shape[0], q_nope.shape[1], w_uv.shape[2])
+
+
+def _experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, *rest: object) -> Tensor:
+    transposed = rest[-1]
+    return x.new_empty(x.shape[0], w2.shape[2 if transposed else 1])
+
+
+_FAKES = {
+    "linear": _linear,
+    "linears": _linears,
+    "cached_attention": _attention,
+    "cached_latent_attention": _latent_attention,
+    "experts": _experts,
+}
 
 
 def register_fakes() -> None:

@@ -218,7 +218,10 @@ def _content(content: Any, where: str, as_parts: bool) -> Any:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A rendered chat. `marked` has the length of `text` and differs from it exactly where a message wrote."""
+    """A rendered chat.
+
+    `marked` has the length of `text` and differs from it exactly at characters of messages, whitespace excepted.
+    """
 
     text: str
     marked: str

@@ -147,13 +147,25 @@ class Pages:
             group.grow(seats, count)
         return True
 
-    def admits(self, length: int, chunk: int) -> bool:
+    def lacking(self, seats: Ints, tokens: Ints) -> NDArray[np.bool_]:
+        """Which seats have no room yet for positions below `tokens`."""
+        lack = np.zeros(len(seats), dtype=bool)
+        for group in self.groups:
+            lack |= group.missing(seats, tokens) > 0
+        return lack
+
+    def promise(self, length: int, chunk: int, promised: list[int]) -> bool:
         """Whether a new request of `length` tokens finds pages now, its first step taking `chunk` of them.
 
         Groups that keep the whole context must hold all of it, else it would soon wait with its pages taken.
+        promised: per group, pages of earlier answers that are not taken yet; a yes adds to it.
         """
-        needs = (pages_for(length if unlimited else chunk) for unlimited in self._unlimited)
-        return all(need <= group.pool.free for need, group in zip(needs, self.groups))
+        free = [group.pool.free - taken for group, taken in zip(self.groups, promised)]
+        needs = [pages_for(length if unlimited else chunk) for unlimited in self._unlimited]
+        if any(need > left for need, left in zip(needs, free)):
+            return False
+        promised[:] = [taken + pages_for(chunk) for taken in promised]
+        return True
 
     def clear(self, seat: int) -> None:
         """Give back all pages of a seat."""

@@ -172,45 +172,44 @@ class Scheduler:
     def _squeeze(self, seats: Ints, count: Ints) -> Ints:
         """Give pages out one by one, oldest first, taking them from the youngest when they run out."""
         count = count.copy()
-        youngest = len(seats) - 1
-        for i in range(len(seats)):
-            if i > youngest:
-                count[i:] = 0
+        until = self._done[seats] + count
+        kept = len(seats)
+        for i in np.flatnonzero(self.pages.lacking(seats, until)).tolist():
+            if i >= kept:
                 break
-            one = slice(i, i + 1)
-            until = self._done[seats[one]] + count[one]
-            while not self.pages.try_grow(seats[one], until):
-                if youngest == i:
+            while not self.pages.try_grow(seats[i : i + 1], until[i : i + 1]):
+                if kept == i + 1:
                     count[i] = 0
                     break
-                self._preempt(self.request(int(seats[youngest])))
-                youngest -= 1
+                kept -= 1
+                self._preempt(self.request(int(seats[kept])))
+        count[kept:] = 0
         return count
 
     def _admit(self, plan: Plan) -> Plan:
         """Seat waiting requests while seats, budget and pages last; return the extended plan."""
         budget = self._budget - int(plan.count.sum())
         scoring = SCORING_TOKENS - int(plan.count[self._scoring[plan.seats]].sum())
+        promised = [0] * len(self.pages.groups)
         new: list[int] = []
         grants: list[int] = []
         while self.waiting and self._free:
             request = self.waiting[0]
             scores = request.unscored < len(request.prompt) - 1
             chunk = min(request.length, budget, scoring if scores else budget)
-            if chunk <= 0 or not self.pages.admits(request.length, chunk):
+            if chunk <= 0 or not self.pages.promise(request.length, chunk, promised):
                 break
-            seat = self._take_seat(self.waiting.popleft(), scores)
-            if not self.pages.try_grow(np.array([seat]), np.array([chunk])):
-                raise AssertionError("pages that were free are gone")
             budget -= chunk
             scoring -= chunk if scores else 0
-            new.append(seat)
+            new.append(self._take_seat(self.waiting.popleft(), scores))
             grants.append(chunk)
         if not new:
             return plan
-        joined = np.array(new, dtype=np.int64)
+        joined, count = np.array(new), np.array(grants)
+        if not self.pages.try_grow(joined, count):
+            raise AssertionError("promised pages are gone")
         self._running = np.concatenate((self._running, joined))
-        return Plan(np.concatenate((plan.seats, joined)), np.concatenate((plan.count, np.array(grants))), new)
+        return Plan(np.concatenate((plan.seats, joined)), np.concatenate((plan.count, count)), new)
 
     def _take_seat(self, request: Request, scores: bool) -> int:
         seat = request.seat = self._free.pop()

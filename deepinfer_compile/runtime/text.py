@@ -200,8 +200,8 @@ class _Scanner:
         own = self._tokenizer.get_added_tokens_decoder()
         self._ids = {number: by_text[token.content] for number, token in own.items() if token.content in by_text}
         spelled = set().union(*(token.content for token in added.values()))
-        self.word = self._filler(range(0x0E01, 0x0E2F), spelled)
-        self.other = self._filler(range(0x2580, 0x2600), spelled)
+        self.word = self._filler(range(0x10000, 0x1000C), spelled)
+        self.other = self._filler(range(0x1D100, 0x1D127), spelled)
 
     def _filler(self, points: range, spelled: set[str]) -> str:
         """A character of no added token that the normalizer keeps."""
@@ -321,11 +321,9 @@ class TextCodec:
         starts = [0, *(cut.end for cut in cuts)]
         ends = [*(cut.start for cut in cuts), len(text)]
         pieces = [text[start:end] for start, end in zip(starts, ends)]
-        ids = list(first.encode_batch_fast(pieces[:1], add_special_tokens=False)[0].ids) if pieces[0] else []
-        encodings = later.encode_batch_fast(pieces[1:], add_special_tokens=False)
-        for cut, piece, encoding in zip(cuts, pieces[1:], encodings):
-            ids.append(cut.token_id)
-            ids += encoding.ids if piece else []
+        ids = list(first.encode_batch_fast(pieces[:1], add_special_tokens=False)[0].ids)
+        for cut, encoding in zip(cuts, later.encode_batch_fast(pieces[1:], add_special_tokens=False)):
+            ids += [cut.token_id, *encoding.ids]
         return ids
 
     def _unwritable(self, text: str, typed: list[_Match]) -> str:

@@ -16,6 +16,7 @@ from deepinfer_compile.bundle import (
     Constant,
     Ledger,
     Manifest,
+    TensorSource,
     WeightItem,
     WeightSource,
     constants_table,
@@ -91,7 +92,7 @@ def checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
     return Checkpoint.open(folder)
 
 
-def write_bundle(path: Path, wanted: dict, ledger: Ledger, source: Checkpoint, weights: WeightSource) -> None:
+def write_bundle(path: Path, wanted: dict, ledger: Ledger, source: TensorSource, weights: WeightSource) -> None:
     with BundleWriter(path) as writer:
         if weights.mode == "copy":
             for shard, items in split_shards(weight_items(ledger, source), 100):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from deepinfer_compile.bundle import BundleWriter, Manifest, read_bundle, replace
+from deepinfer_compile.bundle import BundleWriter, Manifest, read_bundle, reader, replace
 from deepinfer_compile.errors import BundleCorrupt, NotABundle, OutputBusy, OutputExists, OutputFailed
 from tests.bundle.support import tree_bytes, write_small
 
@@ -183,12 +183,12 @@ def _check_after_kill(out: Path, seen: set[str]) -> None:
 
 @pytest.mark.parametrize("two_renames", [False, True])
 def test_BND_6_killed_at_every_step(tmp_path: Path, two_renames: bool) -> None:
-    """Old or new after a kill before each of the save's file system calls (every second one, and the last 40)."""
+    """Old or new after a kill before each of the save's file system calls (every fourth one, and the last 30)."""
     out = write_small(tmp_path / "b", "old")
     calls = _count_calls(out, two_renames)
     assert calls > 60
     seen: set[str] = set()
-    for point in sorted({*range(1, calls, 2), *range(calls - 40, calls + 1)}):
+    for point in sorted({*range(1, calls, 4), *range(calls - 30, calls + 1)}):
         shutil.rmtree(out)
         write_small(out, "old")
 
@@ -282,6 +282,16 @@ def test_moved_aside_bundle_comes_back_on_the_next_open(small: Path) -> None:
     small.rename(small.parent / ".b.old-0123abcd")
     assert _label(small) == "one"
     assert os.listdir(small.parent) == ["b"]
+
+
+def test_moved_aside_bundle_that_cannot_be_brought_back(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(target: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    small.rename(small.parent / ".b.old-0123abcd")
+    monkeypatch.setattr(reader, "FolderLock", refuse)
+    with pytest.raises(NotABundle, match=r"\.b\.old-0123abcd.*Permission denied"):
+        read_bundle(small)
 
 
 def test_moved_aside_bundle_waits_for_its_writer(small: Path) -> None:

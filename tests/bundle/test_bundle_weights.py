@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,22 @@ def test_packed_fp4_experts(tmp_path: Path) -> None:
     ledger = plan_weights({"a.weight": (torch.bfloat16, (4, 64))}, source)
     assert ledger.recipes["a.weight"] == {"op": "mxfp4", "blocks": "a.weight", "scales": "a.scale"}
     assert execute(ledger.recipe("a.weight"), source).shape == (4, 64)
+
+
+def test_tensors_in_memory_are_planned_alike(tmp_path: Path) -> None:
+    source = DictSource({EMBED: TABLE, HEAD: TABLE})
+    ledger = plan_weights(TIED_WANTED, source, [(EMBED, HEAD)])
+    assert list(ledger.recipes) == [EMBED]
+    write_bundle(tmp_path / "b", TIED_WANTED, ledger, source, WeightSource())
+    assert torch.equal(read_bundle(tmp_path / "b").weights()[HEAD], TABLE)
+
+
+def test_reading_bundles_imports_no_compiler() -> None:
+    """A server reads bundles; what builds them must not come along."""
+    code = "import sys, deepinfer_compile.bundle as b; print(sorted(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for name in ("transformers", "triton", "jinja2", "deepinfer_compile.passes", "deepinfer_compile.capture"):
+        assert f"'{name}'" not in found
 
 
 # -- CAP-6 ------------------------------------------------------------------------------------------------------------

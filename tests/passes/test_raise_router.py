@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepinfer_compile.capture import capture
-from deepinfer_compile.graph import node_text, to_text
+from deepinfer_compile.graph import node_text
 from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.raise_router import RaiseRouter
 from deepinfer_compile.pipeline import Pipeline
 from tests import models
 from tests.golden_text import check_golden
 from tests.passes.harness import calls, check_equal, run_passes
-from tests.passes.toys import check_toy, check_twice_is_once, ops, raised, reasons, toy
+from tests.passes.toys import before_after, check_toy, check_twice_is_once, ops, raised, reasons, toy
 
 EXPERTS = 8
 LIBRARY: list[tuple[str, dict[str, Any], dict[str, int], str]] = [
@@ -28,7 +28,12 @@ LIBRARY: list[tuple[str, dict[str, Any], dict[str, int], str]] = [
     ("gpt_oss", {}, {"layer0": 1, "layer1": 1}, "None, 'softmax_topk', 2, 1, 1, 'none', False, 0.0, 1.0"),
     ("glm4_moe", {}, {"layer1": 1}, "correction_bias, 'sigmoid', 3, 1, 1, 'none', True, 1e-20, 1.0"),
     ("glm4_moe", {"n_group": 4, "topk_group": 2}, {"layer1": 1}, "'sigmoid', 3, 4, 2, 'top2', True, 1e-20, 1.0"),
-    ("deepseek_v2", {"routed_scaling_factor": 16.0}, {"layer1": 1}, "None, 'softmax', 4, 3, 2, 'max', False, 0.0, 16.0"),
+    (
+        "deepseek_v2",
+        {"routed_scaling_factor": 16.0},
+        {"layer1": 1},
+        "None, 'softmax', 4, 3, 2, 'max', False, 0.0, 16.0",
+    ),
     ("deepseek_v2", {"topk_method": "greedy"}, {"layer1": 1}, "None, 'softmax', 4, 1, 1, 'none', False, 0.0, 1.0"),
     ("deepseek_v3", {}, {"layer1": 1}, "correction_bias, 'sigmoid', 4, 3, 2, 'top2', True, 1e-20, 2.5"),
     ("deepseek_v3", {"norm_topk_prob": False}, {"layer1": 1}, "'sigmoid', 4, 3, 2, 'top2', False, 0.0, 2.5"),
@@ -67,10 +72,7 @@ def test_capped_pass_leaves_the_rest() -> None:
 
 
 def test_golden() -> None:
-    model = toy(Grouped())
-    before, _ = raised(model)
-    after, _ = raised(model, RaiseRouter())
-    check_golden("raise_router", f"Before\n{to_text(before.blocks['prefix'])}\nAfter\n{to_text(after.blocks['prefix'])}")
+    check_golden("raise_router", before_after(toy(Grouped()), RaiseRouter()))
 
 
 class Grouped(nn.Module):

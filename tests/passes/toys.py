@@ -77,3 +77,13 @@ def check_twice_is_once(program: Program, *passes: Any) -> None:
     again, records = Pipeline(passes, given=program.facts).run(program)
     assert {n: to_text(g) for n, g in again.graphs()} == {n: to_text(g) for n, g in program.graphs()}
     assert all(record.count("applied") == 0 for record in records)
+
+
+def before_after(model: nn.Module, *passes: Any) -> str:
+    """The text of every block before and after the passes, for golden files."""
+    (before, _), (after, _) = raised(model), raised(model, *passes)
+    return "\n".join(
+        f"{when} {name}\n{to_text(gm)}"
+        for when, p in (("Before", before), ("After", after))
+        for name, gm in p.blocks.items()
+    )

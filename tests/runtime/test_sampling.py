@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.request import Request
-from deepinfer_compile.runtime.sampling import Sampler, best, invert, largest, nucleus_floor, score, uniform
+from deepinfer_compile.runtime.sampling import Sampler, invert, largest, nucleus_floor, score, uniform
 from tests.runtime.fakes import distribution, noise
+
+
+@pytest.fixture(params=["numpy", "torch"])
+def kernels(request, monkeypatch):
+    """Runs a test with the kernels of the CPU, and with those of every other device."""
+    if request.param == "torch":
+        monkeypatch.setattr("deepinfer_compile.runtime.sampling._in_numpy", lambda values: False)
 
 
 def logits_of(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
@@ -64,6 +71,7 @@ def test_uniform_numbers_look_uniform(axis):
     assert abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.02
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("vocab", [1, 2, 97, 256, 1000])
 def test_greedy_takes_the_first_of_the_largest(vocab, rows):
@@ -76,6 +84,7 @@ def test_no_rows():
     assert sample(logits_of(0, 7), []) == []
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_rows_without_a_finite_maximum_are_marked(bad, temperature):
@@ -102,7 +111,7 @@ PARAMS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_parameters_against_the_plain_reading(data):
     vocab = data.draw(st.sampled_from([97, 256, 600]))
@@ -115,7 +124,10 @@ def test_any_parameters_against_the_plain_reading(data):
         prompt, output = data.draw(st.lists(ids, min_size=1, max_size=9)), data.draw(st.lists(ids, max_size=9))
         ends = data.draw(st.sets(ids, max_size=3))
         requests.append(request(row, prompt, output, data.draw(st.integers(0, 2**64 - 1)), ends, **params))
-    tokens = sample(logits, requests)
+    with pytest.MonkeyPatch.context() as patch:
+        in_numpy = data.draw(st.booleans())
+        patch.setattr("deepinfer_compile.runtime.sampling._in_numpy", lambda values: in_numpy)
+        tokens = sample(logits, requests)
     for row, (one, token) in enumerate(zip(requests, tokens)):
         params = SamplingParams(
             **{**vars(one.params), "temperature": 0 if one.params.greedy else one.params.temperature}
@@ -130,6 +142,7 @@ def test_any_parameters_against_the_plain_reading(data):
         assert share[token] - 2e-4 <= number <= share[token + 1] + 2e-4
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     "params",
     [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"temperature": 0.5, "top_k": 6, "top_p": 0.8, "min_p": 0.02}],
@@ -145,8 +158,9 @@ def test_frequencies_follow_the_distribution(params):
     assert ((got[kept] - count * want[kept]) ** 2 / (count * want[kept])).sum() < 40
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
-@pytest.mark.parametrize("vocab", [97, 4096, 50257, 151936])
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("vocab", [97, 50257])
 def test_a_row_does_not_depend_on_its_batch(vocab, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -166,7 +180,7 @@ def test_a_row_does_not_depend_on_its_batch(vocab, threads):
             assert sample(own, [one]) == [together[row]]
             assert score(own, np.arange(1), np.array([together[row]]), 3) == [scored[row]]
             assert torch.equal(nucleus_floor(padded[row : row + 1], p[row : row + 1]), floors[row : row + 1])
-        numbers = np.random.default_rng(0).random((40, 6))
+        numbers = np.random.default_rng(0).random((8, 6))
         for number in numbers:
             alone = [int(invert(padded[r : r + 1], number[r : r + 1])[0]) for r in range(6)]
             assert invert(padded, number).tolist() == alone
@@ -184,6 +198,7 @@ def test_draws_at_the_ends_of_the_interval():
     assert invert(thirds, np.array([last])).tolist() == [400]
 
 
+@pytest.mark.usefixtures("kernels")
 def test_penalties_count_prompt_and_output_as_stated():
     logits = torch.zeros(3, 6)
     logits[:] = torch.tensor([2.0, -2.0, 2.0, 1.9, 1.8, -9.0])
@@ -223,6 +238,7 @@ def test_the_end_is_forbidden_before_min_tokens(temperature):
         assert sample(logits, [one]) == [token]
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("top", [0, 1, 5, 40, -1])
 def test_scores_against_the_plain_formula(top):
     logits = logits_of(5, 40)
@@ -238,11 +254,9 @@ def test_scores_against_the_plain_formula(top):
         assert got.top_logprobs == pytest.approx(log[row][order[:size]], abs=1e-5)
 
 
-def test_the_other_way_to_the_maximum_and_the_largest():
-    """Devices other than the CPU take torch's own kernels; both give the same."""
+@pytest.mark.usefixtures("kernels")
+def test_the_largest_values_in_order():
     logits = logits_of(3, 300)
-    top, found = logits.max(-1)
-    assert best(logits).tolist() == found.tolist()
     assert torch.equal(largest(logits, 7), logits.topk(7).values)
     assert torch.equal(largest(logits, 300), logits.sort(-1, descending=True).values)
-    assert torch.equal(largest(logits, 1)[:, 0], top)
+    assert torch.equal(largest(logits, 1)[:, 0], logits.amax(-1))

@@ -147,6 +147,17 @@ def test_a_request_that_finds_no_page_keeps_its_own():
     assert step(target) == {"b": 1}
 
 
+def test_no_one_overtakes_a_request_that_waits_for_pages():
+    target = scheduler((5,), seats=3, budget=130)
+    queue(target, request("a", 64), request("b", 250), request("c", 1))
+    assert step(target) == {"a": 64, "b": 66}
+    assert step(target) == {"a": 1}
+    assert target.pages.used == (4,)
+    target.remove(target.request(0))
+    assert step(target) == {"b": 130}
+    assert step(target) == {"b": 54, "c": 1}
+
+
 def test_no_one_is_admitted_without_pages_for_the_whole_prompt():
     target = scheduler((5,), seats=3, budget=64)
     queue(target, request("a", 64), request("b", 300), request("c", 1))
@@ -157,9 +168,11 @@ def test_no_one_is_admitted_without_pages_for_the_whole_prompt():
 
 def test_scoring_prompts_share_a_row_budget():
     target = scheduler(seats=4, budget=2000)
-    queue(target, *(request(name, 200, prompt_logprobs=1) for name in "ab"), request("c", 200))
+    scored = [request(name, length, prompt_logprobs=1) for name, length in (("a", 200), ("b", 400))]
+    queue(target, *scored, request("c", 200))
     assert step(target) == {"a": 200, "b": SCORING_TOKENS - 200, "c": 200}
-    assert step(target) == {"a": 1, "b": 400 - SCORING_TOKENS, "c": 1}
+    assert step(target) == {"a": 1, "b": SCORING_TOKENS, "c": 1}
+    assert step(target) == {"a": 1, "b": 600 - 2 * SCORING_TOKENS, "c": 1}
     assert step(target) == {"a": 1, "b": 1, "c": 1}
 
 
