@@ -59,7 +59,7 @@ def logits_of(
     """Logits [len(rows), V] of one sequence, read at once or, by a cached stage, in chunks of `chunk` tokens."""
     bound = bind(program, weights)
     if not program.caches:
-        return _run(program, bound, ids, 0, rows, {})
+        return _run(program, bound, ids, 0, rows, {}, len(ids))
     caches, tables = _caches(program, len(ids))
     out: list[Tensor] = []
     size = chunk or len(ids)
@@ -67,7 +67,7 @@ def logits_of(
         part = list(ids[start : start + size])
         wanted = [r - start for r in rows if start <= r < start + len(part)]
         meta = _metadata(program, start, len(part), tables)
-        logits = _run(program, {**bound, **caches}, part, start, wanted or [len(part) - 1], meta)
+        logits = _run(program, {**bound, **caches}, part, start, wanted or [len(part) - 1], meta, len(ids))
         out.append(logits[: len(wanted)])
     return torch.cat(out)
 
@@ -79,13 +79,14 @@ def _run(
     start: int,
     rows: Sequence[int],
     extra: dict[str, Tensor],
+    total: int,
 ) -> Tensor:
     positions = torch.arange(start, start + len(ids))[None]
     given: dict[str, Any] = {
         "input_ids": torch.tensor([list(ids)]),
         "position_ids": positions,
         "rows": torch.tensor(list(rows)),
-        "context_hint": positions + 1,
+        "context_hint": torch.full_like(positions, total),
         **extra,
     }
     names = {n.name for n in program.skeleton.graph.nodes if n.op == "placeholder"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from deepinfer_compile.capture import hf
 from deepinfer_compile.capture.export import EXAMPLE_ROWS, EXAMPLE_TOKENS, Exported, export_packed
 from deepinfer_compile.capture.layers import plan_layers, trimmed
 from deepinfer_compile.capture.partition import LayerPlan, partition
+from deepinfer_compile.capture.rope import Hint, length_dependent, per_request
 from deepinfer_compile.errors import UnsupportedArchitecture, UnsupportedConstruct
 from deepinfer_compile.program import Program
 
@@ -52,7 +54,8 @@ def _program(exported: Exported, plan: LayerPlan | None, info: dict[str, Any]) -
 
 def _export(model: nn.Module, plan: LayerPlan | None, chosen: tuple[str, str]) -> Exported:
     known = hf.is_hf(model)
-    function, prefix = (hf.PackedCausalLM(model), "model.") if known else (model, "")
+    hint, constants = Hint(), dict[str, torch.Tensor]()
+    function, prefix = (hf.PackedCausalLM(model, hint), "model.") if known else (model, "")
     first: dict[int, str] = {}
     tensors = list(named_tensors(model))
     device = tensors[0][1].device if tensors else torch.device("cpu")
@@ -61,14 +64,25 @@ def _export(model: nn.Module, plan: LayerPlan | None, chosen: tuple[str, str]) -
             "input_ids": torch.zeros(1, EXAMPLE_TOKENS, dtype=torch.long),
             "position_ids": torch.arange(EXAMPLE_TOKENS)[None],
             "rows": torch.arange(EXAMPLE_ROWS),
+            "context_hint": torch.full((1, EXAMPLE_TOKENS), EXAMPLE_TOKENS),
         }
     taken = accepted(function)
+    if known and length_dependent(model):
+        taken["context_hint"] = "context_hint"
     was_training = model.training
     model.eval()
     try:
-        with trimmed(model, plan), hf.interfaces(model, *chosen) if known else nullcontext():
+        with (
+            trimmed(model, plan),
+            hf.interfaces(model, *chosen) if known else nullcontext(),
+            per_request(model, hint, constants) if known else nullcontext(),
+        ):
             names = {prefix + name: first.setdefault(id(t), name) for name, t in named_tensors(model)}
-            return export_packed(function, {taken[k]: examples[k] for k in taken}, taken, names, bounded=known)
+            exported = export_packed(function, {taken[k]: examples[k] for k in taken}, taken, names, bounded=known)
+        for hole, ref in exported.weights.items():
+            if ref.name in constants:
+                exported.weights[hole] = replace(ref, value=constants[ref.name])
+        return exported
     finally:
         model.train(was_training)
 

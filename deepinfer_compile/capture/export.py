@@ -29,7 +29,7 @@ class Exported:
     """The longest input that the traced code itself allows (a table sliced to the length), None if any."""
 
 
-DYNAMIC_DIMS = {"input_ids": 1, "position_ids": 1, "rows": 0}
+DYNAMIC_DIMS = {"input_ids": 1, "position_ids": 1, "rows": 0, "context_hint": 1}
 
 
 def export_packed(
@@ -41,7 +41,7 @@ def export_packed(
     name in checkpoints (tied tensors share one). bounded: promise 1..MAX_TOKENS instead of learning the range.
     Raises UnsupportedConstruct with the user's line where the model's code cannot be expressed as a graph.
     """
-    sizes = {"input_ids": "tokens", "position_ids": "tokens", "rows": "rows"}
+    sizes = {"input_ids": "tokens", "position_ids": "tokens", "context_hint": "tokens", "rows": "rows"}
     dims = {size: torch.export.Dim(size, min=1, max=MAX_TOKENS) for size in ("tokens", "rows")}
     dynamic: dict[str, Any] = {
         taken[k]: {DYNAMIC_DIMS[k]: dims[sizes[k]] if bounded else torch.export.Dim.AUTO} for k in taken

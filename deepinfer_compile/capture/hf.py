@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepinfer_compile.capture.rope import Hint
 from deepinfer_compile.errors import MissingExtra, UnsupportedConstruct
 from deepinfer_compile.ops.activation import KINDS, gate_value
 
@@ -165,13 +166,18 @@ def interfaces(model: Any, attention: str = IMPLEMENTATION, experts: str = IMPLE
 class PackedCausalLM(nn.Module):
     """A Transformers causal LM as a function of packed tokens.
 
-    input_ids, position_ids: i64[1, T]; rows: i64[N] -> logits [N, V].
+    input_ids, position_ids: i64[1, T]; rows: i64[N]; context_hint: i64[1, T], given only where rotary frequencies depend
+    on a request's length -> logits [N, V].
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, hint: Hint) -> None:
         super().__init__()
         self.model = model
+        self.hint = hint
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, rows: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, context_hint: Tensor | None = None
+    ) -> Tensor:
+        self.hint.value = context_hint
         out = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
         return out.logits[0]  # type: ignore[no-any-return]

@@ -82,7 +82,10 @@ DENSE: dict[str, tuple[str, Differences]] = {
     "glm4": ("Glm4Config", {"head_dim": 16}),
     "gpt2": ("GPT2Config", {}),
     "gpt_bigcode": ("GPTBigCodeConfig", {}),
-    "gpt_neo": ("GPTNeoConfig", {"num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 16}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {"num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 16},
+    ),
     "gpt_neox": ("GPTNeoXConfig", {}),
     "gptj": ("GPTJConfig", {"rotary_dim": 8}),
     "granite": ("GraniteConfig", {"attention_multiplier": 0.25, "residual_multiplier": 0.5, "logits_scaling": 2.0}),
@@ -150,7 +153,10 @@ EXPERTS: dict[str, tuple[str, Differences]] = {
         "Llama4TextConfig",
         {"head_dim": 16, "num_local_experts": 5, "intermediate_size_mlp": 152, "num_hidden_layers": 4},
     ),
-    "mimo_v2_flash": ("MiMoV2FlashConfig", {**GROUPED, **WINDOW, "head_dim": 24, "v_head_dim": 20}),
+    "mimo_v2_flash": (
+        "MiMoV2FlashConfig",
+        {**GROUPED, **WINDOW, "num_key_value_heads": 1, "head_dim": 24, "v_head_dim": 20},
+    ),
     "minimax_m2": ("MiniMaxM2Config", {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "phimoe": ("PhimoeConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2_moe": (
@@ -161,7 +167,10 @@ EXPERTS: dict[str, tuple[str, Differences]] = {
 }
 
 LATENT_ATTENTION: dict[str, tuple[str, Differences]] = {
-    "deepseek_v32": ("DeepseekV32Config", {**LATENT, **GROUPED, **INDEXED, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        {**LATENT, **GROUPED, **INDEXED, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
     "deepseek_v4": (
         "DeepseekV4Config",
         {
@@ -205,9 +214,16 @@ RECURRENT: dict[str, tuple[str, Differences]] = {
     "jamba": ("JambaConfig", {}),
     "kimi_linear": (
         "KimiLinearConfig",
-        {**LATENT, **GROUPED, "q_lora_rank": None, "num_local_experts": 8, "linear_head_dim": 16, "linear_num_heads": 6},
+        {
+            **LATENT,
+            **GROUPED,
+            "q_lora_rank": None,
+            "num_local_experts": 8,
+            "linear_head_dim": 16,
+            "linear_num_heads": 6,
+        },
     ),
-    "lfm2": ("Lfm2Config", {}),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"]}),
     "mamba2": ("Mamba2Config", {"num_heads": 12, "head_dim": 16, "state_size": 16, "n_groups": 2}),
     "minimax": ("MiniMaxConfig", {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3_next": (

@@ -1,4 +1,4 @@
-"""Every spelling of RMSNorm becomes one op with the same bits; everything that only looks like it stays, with a reason."""
+"""Every spelling of RMSNorm becomes one op with the same bits; what only looks like it stays, with a reason."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from tests.passes.harness import IDS, ROWS, check_equal
 from tests.passes.stages import before_and_after, canonical, counts, go_on, program_of, reasons, run
 
 WIDTH = 10
-LAYER_NORMS = {
-    **{"llama": 2, "phi": 2, "mistral": 2, "mixtral": 2, "gpt_oss": 2, "glm4_moe": 2},
-    **{"qwen3": 4, "qwen3_moe": 4, "olmoe": 4, "deepseek_v3": 4, "deepseek_v2": 3, "gemma": 6},
-}
+LAYER_NORMS = dict.fromkeys(("llama", "phi", "mistral", "mixtral", "gpt_oss", "glm4_moe"), 2)
+LAYER_NORMS |= dict.fromkeys(("qwen3", "qwen3_moe", "olmoe", "deepseek_v3"), 4)
+LAYER_NORMS |= {"deepseek_v2": 3, "gemma": 6}
 
 
 Norm = Callable[[Tensor, Tensor], Tensor]

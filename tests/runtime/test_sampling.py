@@ -193,9 +193,10 @@ def test_draws_at_the_ends_of_the_interval():
     probs[:, [3, 300, 511]] = torch.tensor([0.25, 0.5, 0.25])
     last = 1 - 2.0**-53
     assert invert(probs, np.array([0.0, 0.25, 0.5, last])).tolist() == [3, 300, 300, 511]
-    thirds = torch.zeros(1, 512)
-    thirds[0, [1, 2, 400]] = 1 / 3
-    assert invert(thirds, np.array([last])).tolist() == [400]
+    # In f32 the sum of a block may exceed the running sum of its parts: still nothing beyond the last part is drawn.
+    parts = torch.rand(64, 512, generator=torch.Generator().manual_seed(1))
+    parts[:, 200:] = 0
+    assert invert(parts, np.full(64, last)).tolist() == [199] * 64
 
 
 @pytest.mark.usefixtures("kernels")

@@ -1,0 +1,124 @@
+"""What a bundle says about itself, as plain data: the basis of `inspect`, of `diff` and of the build summary."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import Any
+
+from deepinfer_compile.bundle import LEDGER, BundleFiles, torch_dtype
+from deepinfer_compile.runtime.pages import demand, pages_for
+from deepinfer_compile.runtime.batch import PAGE_SIZE, CacheGroup
+
+WHOLE_STEP = 2048
+"""New tokens of one step, for what a window layer must hold: the loader's default."""
+
+
+def describe_bundle(files: BundleFiles) -> dict[str, Any]:
+    """Everything in a bundle that a person may ask for. Sizes in bytes. Raises BundleCorrupt."""
+    manifest = files.manifest
+    programs = {name: files.json(entry["file"]) for name, entry in manifest.programs.items()}
+    caches = describe_caches(next(iter(programs.values()), {}), manifest.caches)
+    limit = int(manifest.model["max_model_len"])
+    return {
+        "path": str(files.root),
+        "bytes": sum(entry.size for entry in manifest.files.values()),
+        "model": manifest.model,
+        "programs": [_program(files, name, data) for name, data in programs.items()],
+        "caches": caches,
+        "cache_bytes_per_token": sum(c["bytes_per_token"] * len(c["layers"]) for c in caches),
+        "cache_bytes_per_request": sum(_request_bytes(c, limit) for c in caches),
+        "variants": manifest.variants,
+        "passes": [{"program": k, **record} for k, records in manifest.build.get("passes", {}).items() for record in records],
+        "waivers": list(manifest.waivers),
+        "weights": _weights(files),
+        "tokenizer": {"present": bool(manifest.tokenizer), "chat": bool(manifest.tokenizer.get("chat_template"))},
+        "build": {k: v for k, v in manifest.build.items() if k != "passes"},
+        "files": {name: entry.size for name, entry in sorted(manifest.files.items())},
+    }
+
+
+def _program(files: BundleFiles, name: str, data: dict[str, Any]) -> dict[str, Any]:
+    layers: dict[str, list[int]] = {block: [] for block in data["blocks"]}
+    calls: Counter[str] = Counter()
+    for node in data["skeleton"]["nodes"]:
+        if node["op"] != "block":
+            continue
+        calls[node["target"]] += 1
+        if node.get("layer") is not None:
+            layers[node["target"]].append(int(node["layer"]))
+    blocks = []
+    for block, digest in data["blocks"].items():
+        nodes = files.json(block_file(digest))["nodes"]
+        entry = {"name": block, "hash": digest, "layers": layers[block], "calls": calls[block], "nodes": len(nodes)}
+        blocks.append({**entry, "operations": operations(nodes)})
+    return {"name": name, "blocks": blocks}
+
+
+def block_file(digest: str) -> str:
+    """Where the graph of a block is stored."""
+    return f"programs/blocks/{digest}.json"
+
+
+def operations(nodes: list[dict[str, Any]]) -> dict[str, int]:
+    """Calls of our own operations (not ATen's) in a stored graph, by name."""
+    found = Counter(str(n["target"]) for n in nodes if n["op"] == "call" and str(n["target"]).startswith("deepinfer"))
+    return {name.removesuffix(".default"): count for name, count in sorted(found.items())}
+
+
+def describe_caches(program: dict[str, Any], section: dict[str, Any]) -> list[dict[str, Any]]:
+    """Caches of equal kind, window, dtype and shape as one entry, with the layers that write them."""
+    page = int(section.get("page_size", PAGE_SIZE))
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for c in program.get("caches", ()):
+        window = int(program["windows"][c["group"]])
+        key = (c["kind"], window, c["dtype"], tuple(c["shape"]))
+        per_token = prod(c["shape"]) * torch_dtype(c["dtype"]).itemsize / page
+        made = {"kind": c["kind"], "window": window, "dtype": c["dtype"], "shape": c["shape"], "bytes_per_token": per_token}
+        found.setdefault(key, {**made, "layers": []})["layers"].append(int(c["layer"]))
+    return list(found.values())
+
+
+def _request_bytes(cache: dict[str, Any], limit: int) -> int:
+    """Cache bytes of one request of `limit` tokens."""
+    group = CacheGroup("", cache["window"], 0)
+    pages = demand(group, seats=1, max_model_len=limit, chunk=min(WHOLE_STEP, limit), backtrack=0).one
+    return int(min(pages, pages_for(limit)) * PAGE_SIZE * cache["bytes_per_token"] * len(cache["layers"]))
+
+
+def _weights(files: BundleFiles) -> dict[str, Any]:
+    manifest = files.manifest
+    found: dict[str, Any] = {"mode": manifest.weights.mode, "folder": manifest.weights.folder}
+    found["tensors"] = len(manifest.constants)
+    found["bytes"] = sum(_bytes(c.dtype, c.shape) for c in _stored(manifest.constants, manifest.tied))
+    found["stored_bytes"] = sum(e.size for name, e in manifest.files.items() if e.header_sha256)
+    ledger = files.ledger() if LEDGER in manifest.files else None
+    kinds = Counter(recipe_kind(r) for r in ledger.recipes.values()) if ledger else Counter()
+    found["recipes"] = dict(kinds.most_common())
+    found["constants"] = len(ledger.kept) if ledger else 0
+    found["tied"] = [list(group) for group in manifest.tied]
+    found["ignored"] = len(ledger.ignored) if ledger else 0
+    found["notes"] = list(ledger.notes) if ledger else []
+    return found
+
+
+def _stored(constants: dict[str, Any], tied: tuple[tuple[str, ...], ...]) -> list[Any]:
+    """Constants that have memory of their own: no views, one of each tied group."""
+    copies = {name for group in tied for name in group[1:]}
+    return [c for name, c in constants.items() if not c.of and name not in copies]
+
+
+def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return prod(shape) * torch_dtype(dtype).itemsize
+
+
+def recipe_kind(recipe: Any) -> str:
+    """A recipe's operations from the outside in, without names: `cast of copy`, `stack of concat of fp8_block`."""
+    if isinstance(recipe, str):
+        return ""
+    of = recipe.get("of")
+    inner = recipe_kind((of[0] if isinstance(of, list) else of) if of is not None else "")
+    return f"{recipe['op']} of {inner}" if inner else str(recipe["op"])
+
+
+__all__ = ["block_file", "describe_bundle", "operations", "recipe_kind"]

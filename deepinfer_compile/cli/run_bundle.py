@@ -1,0 +1,187 @@
+"""`run`: load a bundle, complete a prompt, text on stdout and timings on stderr."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deepinfer_compile.cli import prompts
+from deepinfer_compile.cli.boundary import guarded, print_json, usage
+from deepinfer_compile.cli.build_bundle import JSON_OPTION
+from deepinfer_compile.cli.show import plural, stderr
+
+if TYPE_CHECKING:
+    from deepinfer_compile.runtime.llm import LLM
+    from deepinfer_compile.runtime.outputs import RequestOutput
+    from deepinfer_compile.runtime.params import SamplingParams
+
+FILE_HELP = "Prompt from a file (- is stdin); *.json and *.jsonl hold text, ids or chat messages, one prompt a line."
+
+
+@guarded
+def run(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="What `build` wrote.")],
+    prompt: Annotated[str | None, typer.Option(help="Text; a chat turn where the model has a chat template.")] = None,
+    chat: Annotated[str | None, typer.Option(help="A user's turn; needs a chat template.")] = None,
+    ids: Annotated[str | None, typer.Option(help="Token ids, as 1,2,3.")] = None,
+    file: Annotated[Path | None, typer.Option(help=FILE_HELP)] = None,
+    system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Complete text as it stands, without the chat template.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(help="Most new tokens; default: 256.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="Fewest new tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own, or greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    repetition_penalty: Annotated[float | None, typer.Option()] = None,
+    presence_penalty: Annotated[float | None, typer.Option()] = None,
+    frequency_penalty: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
+    n: Annotated[int | None, typer.Option("-n", help="Completions of each prompt.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
+    stop_id: Annotated[list[int] | None, typer.Option(help="A token id that ends it; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes; with --json, a line a piece.")] = False,
+    target: Annotated[str | None, typer.Option(help="Which of the bundle's targets.")] = None,
+    graph_only: Annotated[bool, typer.Option("--graph-only", help="Load no native code (slow).")] = False,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest context of this run.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Model folder, for a bundle without its weights.")] = None,
+    full_check: Annotated[bool, typer.Option("--full-check", help="Verify weight data before loading.")] = False,
+    as_json: Annotated[bool, JSON_OPTION] = False,
+) -> None:
+    """Complete a prompt with a bundle. Text goes to stdout, tokens per second to stderr."""
+    import deepinfer_compile
+    from deepinfer_compile.bundle import read_bundle
+
+    tokenizer = read_bundle(bundle).manifest.tokenizer
+    as_chat = bool(tokenizer.get("chat_template")) and not raw
+    given = prompts.gather(prompt, chat, ids, file, system=system, as_chat=as_chat)
+    named = {
+        "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
+        "min_p": min_p, "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty, "seed": seed, "n": n, "stop": stop, "stop_token_ids": stop_id,
+        "ignore_eos": ignore_eos or None,
+    }  # fmt: skip
+    params = prompts.parameters(named, tokenizer.get("generation_config", {}))
+    if stream and not as_json and len(given) * params.n > 1:
+        raise usage("--stream", "True", "the pieces of several completions would mix", "add --json, or leave it out")
+    begin = time.perf_counter()
+    llm = deepinfer_compile.load(
+        bundle,
+        target=target,
+        native=not graph_only,
+        check="full" if full_check else "lazy",
+        max_model_len=max_model_len,
+        max_num_seqs=max(1, min(64, len(given) * params.n)),
+        checkpoint=checkpoint,
+    )
+    loaded = time.perf_counter() - begin
+    answers = Answers(show=stream and not as_json, lines=stream and as_json, plain_ids=not tokenizer)
+    answers.collect(llm, given, params)
+    if as_json and not stream:
+        print_json({**answers.as_json(), "load_seconds": round(loaded, 3)})
+    elif not as_json:
+        answers.print_rest()
+    stderr().print(f"loaded in {loaded:.2f} s; {answers.timing()}; {prompts.in_words(params)}")
+
+
+@dataclass
+class Answer:
+    """One completion as far as it has come."""
+
+    prompt: int
+    index: int
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class Answers:
+    """All completions of one run. show: print text as it comes. lines: print pieces as JSON lines. plain_ids: the
+    model has no tokenizer, so ids are the text."""
+
+    show: bool
+    lines: bool
+    plain_ids: bool
+    found: dict[tuple[str, int], Answer] = field(default_factory=dict)
+    first: float = 0.0
+    seconds: float = 0.0
+
+    def collect(self, llm: LLM, given: list[Any], params: SamplingParams) -> None:
+        """Run the prompts. An interruption cancels what is left."""
+        begin = time.perf_counter()
+        with llm.stream(given, params) as pieces:
+            order = {request: i for i, request in enumerate(pieces.request_ids)}
+            for item in pieces:
+                self.first = self.first or time.perf_counter() - begin
+                self._add(item, order[item.request_id])
+        self.seconds = time.perf_counter() - begin
+        if self.show:
+            print(flush=True)
+
+    def _add(self, item: RequestOutput, prompt: int) -> None:
+        for piece in item.outputs:
+            answer = self.found.setdefault(
+                (item.request_id, piece.index), Answer(prompt, piece.index, item.prompt_token_ids)
+            )
+            text = piece.text
+            if self.plain_ids and piece.token_ids:
+                text = ("," if answer.token_ids else "") + ",".join(map(str, piece.token_ids))
+            answer.text += text
+            answer.token_ids += piece.token_ids
+            answer.finish_reason, answer.stop_reason = piece.finish_reason, piece.stop_reason
+            if self.show:
+                print(text, end="", flush=True)
+            elif self.lines:
+                line = {"prompt": prompt, "index": piece.index, "text": text, "token_ids": piece.token_ids}
+                print(json.dumps({**line, "finish_reason": piece.finish_reason}), flush=True)
+
+    def print_rest(self) -> None:
+        """The texts, unless they were shown as they came; several are separated by a line that names the prompt."""
+        if self.show:
+            return
+        for answer in self.ordered():
+            if len(self.found) > 1:
+                print(f"--- prompt {answer.prompt}, completion {answer.index}")
+            print(answer.text)
+
+    def ordered(self) -> list[Answer]:
+        """By prompt, then by completion."""
+        return sorted(self.found.values(), key=lambda a: (a.prompt, a.index))
+
+    def tokens(self) -> int:
+        """New tokens of all completions."""
+        return sum(len(a.token_ids) for a in self.found.values())
+
+    def rate(self) -> float | None:
+        """Tokens a second after the first piece, None where nothing came after it."""
+        left, later = self.seconds - self.first, self.tokens() - len(self.found)
+        return later / left if later > 0 and left > 0 else None
+
+    def timing(self) -> str:
+        """The closing line's numbers."""
+        rate = self.rate()
+        words = f"{plural(self.tokens(), 'token')} in {self.seconds:.2f} s, the first after {self.first:.2f} s"
+        return words + (f", then {rate:.1f} tokens/s" if rate is not None else "")
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain data."""
+        rate = self.rate()
+        return {
+            "outputs": [vars(a) for a in self.ordered()],
+            "tokens": self.tokens(),
+            "seconds": round(self.seconds, 4),
+            "first_seconds": round(self.first, 4),
+            "tokens_per_second": None if rate is None else round(rate, 2),
+        }
+
+
+__all__ = ["run"]
