@@ -233,6 +233,12 @@ class BundlePath(CompileError):
     exit_code = 8
 
 
+class BundleMismatch(CompileError):
+    what = "bundle {path} does not compute what {model} computes: {detail}"
+    hint = "check that it was built from this folder, then narrow it with `deepinfer-compile replay {model}`"
+    exit_code = 8
+
+
 class WrongTarget(CompileError):
     what = "this bundle was built for {built_for}; this machine offers {found}"
     hint = "{fix}"

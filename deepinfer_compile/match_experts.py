@@ -7,14 +7,29 @@ module an expert. What the pass needs from all of them is the same: input, weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
-from deepinfer_compile.graph import is_op, only_user, tensor
-from deepinfer_compile.match_moe import A, Gate, NearMiss, ancestors, find_gate, operand
+from deepinfer_compile.graph import argument, is_op, only_user, tensor, value
+from deepinfer_compile.match_moe import (
+    CASTS,
+    A,
+    Gate,
+    NearMiss,
+    ancestors,
+    dense_weights,
+    find_gate,
+    given_choice,
+    id_candidates,
+    operand,
+    operands,
+)
 
+ZEROS = (A.zeros_like.default, A.zeros.default, A.new_zeros.default)
 GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
@@ -52,8 +67,18 @@ class Expert:
 
 def projections(graph: Graph) -> list[Projection]:
     """Every product with a weight that can be part of an expert."""
-    found = (_grouped(n) or _gathered(n) or _batched(n) or _einsum(n) or _single(n) for n in graph.nodes)
-    return [p for p in found if p is not None]
+    return [p for n in graph.nodes if (p := _projection(n)) is not None]
+
+
+def _projection(node: Node) -> Projection | None:
+    for kind in (_grouped, _gathered, _batched, _einsum, _single):
+        try:
+            found = kind(node)
+        except NearMiss:
+            continue
+        if found is not None:
+            return found
+    return None
 
 
 def _is_weight(node: object, dims: int) -> bool:
@@ -95,8 +120,8 @@ def _row_bias(out: Node) -> tuple[Node, Node | None, Node | None]:
     if user is None or not is_op(user, A.add.Tensor) or len(user.all_input_nodes) != 2:
         return out, None, None
     other = next(n for n in user.all_input_nodes if n is not out)
-    if is_op(other, A.index.Tensor) and _is_weight(other.args[0], 2) and len(other.args[1]) == 1:  # type: ignore
-        return user, operand(other), other.args[1][0]  # type: ignore[index, return-value]
+    if is_op(other, A.index.Tensor) and _is_weight(other.args[0], 2) and len(operands(other, 1)) == 1:
+        return user, operand(other), operands(other, 1)[0]
     return out, None, None
 
 
@@ -108,14 +133,12 @@ def _gathered(node: Node) -> Projection | None:
         gathered, column = operand(node, place), operand(node, other)
         if not is_op(gathered, A.index.Tensor) or not is_op(column, A.unsqueeze.default) or column.args[1] != dim:
             continue
-        index = gathered.args[1]
-        squeeze = only_user(node)
-        if not _is_weight(gathered.args[0], 3) or len(index) != 1 or not is_op(squeeze, A.squeeze.dim):  # type: ignore
+        index, squeeze = operands(gathered, 1), only_user(node)
+        if not _is_weight(gathered.args[0], 3) or len(index) != 1 or squeeze is None:
             continue
-        assert squeeze is not None
         out, bias, rows = _row_bias(squeeze)
-        if squeeze.args[1] == dim and rows in (None, index[0]):  # type: ignore[index]
-            return Projection(operand(column), operand(gathered), bias, transposed, out, "ids", index[0])  # type: ignore
+        if is_op(squeeze, A.squeeze.dim) and squeeze.args[1] == dim and rows in (None, index[0]):
+            return Projection(operand(column), operand(gathered), bias, transposed, out, "ids", index[0])
     return None
 
 
@@ -137,26 +160,26 @@ def _repeats_over_experts(node: Node) -> bool:
     if is_op(node, A.unsqueeze.default):
         return node.args[1] == 0
     source, made = tensor(operand(node)), tensor(node)
-    if is_op(node, A.repeat.default) and any(r != 1 for r in node.args[1][1:]):  # type: ignore[index]
+    if is_op(node, A.repeat.default) and any(r != 1 for r in argument(node, "repeats")[1:]):
         return False
     return made.dim() == 3 and (source.dim() == 2 or source.shape[0] == 1)
 
 
 def _einsum(node: Node) -> Projection | None:
     """An einsum with a weight [E, O, I] or [E, I, O]; features are the last axis of input and output."""
-    if not is_op(node, A.einsum.default) or len(node.args[1]) != 2:  # type: ignore[arg-type]
+    if not is_op(node, A.einsum.default) or len(node.all_input_nodes) != 2:
         return None
+    given = operands(node, 1)
     inputs, _, out = str(node.args[0]).replace(" ", "").partition("->")
     labels = inputs.split(",")
     for w, x in ((1, 0), (0, 1)):
-        weight, source = node.args[1][w], node.args[1][x]  # type: ignore[index]
-        if not _is_weight(weight, 3) or len(labels[w]) != 3:
+        if not out or not _is_weight(given[w], 3) or len(labels[w]) != 3:
             continue
         expert, contracted, made = labels[w][0], labels[x][-1], out[-1]
         known = contracted not in out and made not in labels[x] and expert in out
         if known and labels[w] in (expert + made + contracted, expert + contracted + made):
             transposed = labels[w][1] == contracted
-            return Projection(source, weight, None, transposed, node, axis=out.index(expert))
+            return Projection(given[x], given[w], None, transposed, node, axis=out.index(expert))
     return None
 
 
@@ -207,13 +230,14 @@ def name_of(down: Projection) -> str:
 
 
 def weighted(out: Node) -> tuple[Node, Node]:
-    """(product, factor) where an output, or its cast, is multiplied by something [..., 1]."""
+    """(product, factor) where an output, through casts, is multiplied by something [..., 1]. Raises NearMiss."""
+    shape = str(tensor(out).shape)
     user = only_user(out)
-    while user is not None and is_op(user, *CASTS):
+    while user is not None and is_op(user, *CASTS, A.unsqueeze.default, A.squeeze.dim):
         out, user = user, only_user(user)
     if user is not None and is_op(user, A.mul.Tensor) and len(user.all_input_nodes) == 2:
         factor = next(n for n in user.all_input_nodes if n is not out)
-        if tensor(factor).shape[-1] == 1:
+        if tensor(factor).shape[-1] == 1 and str(tensor(user).shape) == shape:
             return user, factor
     raise NearMiss("the experts' output is not multiplied by their weights")
 
@@ -228,68 +252,82 @@ def share_of(down: Projection) -> Node | None:
 
 
 def summed(node: Node, x: Node) -> Node:
-    """The first node below that has x's shape and dtype: the end of the weighted sum."""
-    wanted = str(tuple(tensor(x).shape))
+    """The first node below that has x's shape and dtype: the end of the weighted sum. Raises NearMiss."""
+    shape, dtype = str(tensor(x).shape), tensor(x).dtype
     for _ in range(8):
         user = only_user(node)
         if user is None or not isinstance(value(user), Tensor):
             break
         node = user
-        if str(tuple(tensor(node).shape)) == wanted and not is_op(node, A.index.Tensor):
-            after = only_user(node)
-            cast = after is not None and is_op(after, *CASTS) and tensor(after).dtype == tensor(x).dtype
-            node = after if cast and after is not None and tensor(node).dtype != tensor(x).dtype else node
-            if tensor(node).dtype == tensor(x).dtype:
-                return node
-            break
+        if str(tensor(node).shape) != shape or is_op(node, A.index.Tensor):
+            continue
+        after = only_user(node)
+        if tensor(node).dtype != dtype and after is not None and is_op(after, *CASTS):
+            node = after
+        if tensor(node).dtype == dtype:
+            return node
+        break
     raise NearMiss("the experts' outputs are not summed to a tensor like their input")
 
 
-def rows_agree(
-    expert: Expert, choice: tuple[Node, Node, Node], ends: tuple[Node, Node, Node], count: int, seed: int
-) -> bool:
-    """Whether each row's token, expert and weight are those of a random choice, and the end sums a token's rows."""
-    ids, weights, x = choice
-    factor, product, end = ends
-    probe, drawn, share = given_choice(ids, weights, count, 6, seed)
-    width = probe.shape(x)
-    probe.given[x] = torch.arange(width[0]).to(tensor(x).dtype).view(-1, 1).expand(width)
+@dataclass(frozen=True)
+class Choice:
+    """A choice of experts as it stands in the graph: ids and weights [..., k] for tokens x [..., H]."""
+
+    ids: Node
+    weights: Node
+    x: Node
+
+
+def rows_agree(expert: Expert, choice: Choice, factor: Node, product: Node, ends: Node, seed: int) -> bool:
+    """Whether each row's token, expert and weight are those of a random choice, and `ends` sums a token's rows."""
+    down, count = expert.down, count_of(expert.down)
+    probe, drawn, share = given_choice(choice.ids, choice.weights, count, 6, seed)
+    shape = probe.shape(choice.x)
+    probe.given[choice.x] = torch.arange(shape[0]).to(tensor(choice.x).dtype).view(-1, 1).expand(shape)
     token = probe.value(expert.x)[:, 0].long()
     row_weight = probe.value(factor).flatten()
-    told = probe.value(expert.down.rows).long()  # type: ignore[arg-type]
-    if expert.down.by == "ends":
-        told = torch.repeat_interleave(torch.arange(count), torch.diff(told, prepend=torch.zeros(1, dtype=torch.long)))
+    told = probe.value(down.rows).flatten().long()  # type: ignore[arg-type]
+    if down.by == "ends":
+        told = torch.repeat_interleave(torch.arange(count), torch.diff(told, prepend=told.new_zeros(1)))
     if not len(token) == len(told) == len(row_weight) == drawn.numel():
         return False
     dense = dense_weights(drawn, share, count)
     pairs = {(int(t), int(e)) for t, e in zip(token, told)}
     if len(pairs) != drawn.numel() or not torch.equal(dense[token, told], row_weight.to(dense.dtype)):
         return False
-    held = torch.randint(-8, 8, probe.shape(product), generator=torch.Generator().manual_seed(seed)).to(
-        tensor(product).dtype
-    )
+    held = _whole_numbers(probe.shape(product), seed).to(tensor(product).dtype)
     probe.given[product] = held
-    want = torch.zeros(width, dtype=held.dtype).index_add_(0, token, held)
-    return bool(torch.equal(probe.value(end).to(held.dtype), want))
+    want = torch.zeros(shape, dtype=held.dtype).index_add_(0, token, held)
+    return bool(torch.equal(probe.value(ends).to(held.dtype), want))
 
 
-def all_agree(down: Projection, ids: Node, weights: Node, ends: Node, axis: int, seed: int) -> bool:
-    count = count_of(down)
-    probe, drawn, share = given_choice(ids, weights, count, 6, seed)
-    gen = torch.Generator().manual_seed(seed)
-    held = torch.randint(-8, 8, probe.shape(down.out), generator=gen).to(tensor(down.out).dtype)
-    probe.given[down.out] = held
+def all_agree(outputs: Node, axis: int, choice: Choice, ends: Node, seed: int) -> bool:
+    """Whether `ends` is the chosen experts' weighted sum of outputs that have all experts along `axis`."""
+    count = int(tensor(outputs).shape[axis])
+    probe, drawn, share = given_choice(choice.ids, choice.weights, count, 6, seed)
+    held = _whole_numbers(probe.shape(outputs), seed)
+    probe.given[outputs] = held.to(tensor(outputs).dtype)
     dense = dense_weights(drawn, share, count).reshape(-1, count).float()
-    per_token = held.movedim(axis, -2).reshape(-1, count, held.shape[-1]).float()
-    want = torch.einsum("te,teh->th", dense, per_token)
-    got = probe.value(ends).reshape(want.shape).float()
-    return bool((got - want).abs().max() <= 1e-2 * want.abs().max()) and (
-        got.dtype != torch.float32 or tensor(ends).dtype != torch.float32 or bool(torch.allclose(got, want, atol=1e-4))
+    each = held.movedim(axis, -2).reshape(-1, count, held.shape[-1])
+    if dense.shape[0] != each.shape[0]:
+        return False
+    want = torch.einsum("te,teh->th", dense, each)
+    got = probe.value(ends).float()
+    tolerance = 1e-5 if tensor(ends).dtype == torch.float32 else 2e-2
+    return got.numel() == want.numel() and bool(
+        (got.reshape(want.shape) - want).abs().max() <= tolerance * want.abs().max()
     )
 
 
-def order_of(factors: Sequence[Node], ids: Node, weights: Node, count: int) -> list[int] | None:
-    """Which expert each factor is the weight of; None if they are not a permutation of all."""
+def _whole_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
+    """Small whole numbers: sums and products with eighths are exact in every float type."""
+    return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def order_of(factors: Sequence[Node], ids: Node, weights: Node) -> list[int] | None:
+    """Which expert each factor is the weight of; None if they are not the weights of experts 0..n-1."""
+    count = len(factors)
     try:
         probe, drawn, share = given_choice(ids, weights, count, 8 + 8 * count, 1)
         dense = dense_weights(drawn, share, count).reshape(-1, count)
@@ -302,31 +340,24 @@ def order_of(factors: Sequence[Node], ids: Node, weights: Node, count: int) -> l
 
 def sum_of(terms: Sequence[Node]) -> tuple[Node, tuple[Node, ...]]:
     """The sum of all terms, and what else it adds. Raises NearMiss unless nobody reads the sums between."""
-    root = terms[0]
-    while (user := only_user(root)) is not None and is_op(user, A.add.Tensor) and argument(user, "alpha") == 1:
-        root = user
-        if set(terms) <= (inside := set(_leaves(root))):
-            break
-    else:
-        raise NearMiss("the experts' outputs are not summed up term by term")
-    zeros = (A.zeros_like.default, A.zeros.default, A.new_zeros.default)
-    return root, tuple(n for n in inside - set(terms) if not is_op(n, *zeros))
+    root = only_user(terms[0])
+    while root is not None and is_op(root, A.add.Tensor) and argument(root, "alpha") == 1:
+        leaves = _leaves(root)
+        if set(terms) <= set(leaves):
+            return root, tuple(n for n in leaves if n not in terms and not is_op(n, *ZEROS))
+        root = only_user(root)
+    raise NearMiss("the experts' outputs are not summed up term by term")
 
 
 def _leaves(node: Node) -> list[Node]:
-    """Operands of a tree of additions."""
+    """Operands of a tree of additions whose sums nobody else reads."""
     found: list[Node] = []
     for arg in node.args[:2]:
-        if is_op(arg, A.add.Tensor) and only_user(arg) is not None and argument(arg, "alpha") == 1:  # type: ignore
-            found += _leaves(arg)  # type: ignore[arg-type]
-        elif isinstance(arg, Node):
+        if not isinstance(arg, Node):
+            if arg != 0:
+                raise NearMiss(f"the sum of the experts adds {arg}")
+        elif is_op(arg, A.add.Tensor) and only_user(arg) is not None and argument(arg, "alpha") == 1:
+            found += _leaves(arg)
+        else:
             found.append(arg)
-        elif arg != 0:
-            raise NearMiss(f"the sum of the experts adds {arg}")
     return found
-
-
-def _tokens(node: Node) -> str:
-    return str(tensor(node).shape[0])
-
-

@@ -133,6 +133,14 @@ def operand(node: Node, index: int = 0) -> Node:
     return found
 
 
+def operands(node: Node, index: int = 0) -> list[Node]:
+    """Operand `index` of a call, which must be a list of nodes. Raises NearMiss."""
+    found = node.args[index]
+    if not isinstance(found, (list, tuple)) or not all(isinstance(n, Node) for n in found):
+        raise NearMiss(f"operand {index} of {target_name(node)} is not a list of tensors")
+    return list(found)  # type: ignore[arg-type]
+
+
 def part(node: object, index: int) -> Node | None:
     """The call whose element `index` a node is, or None."""
     if is_op(node, operator.getitem) and node.args[1] == index:  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, argument, is_op
 from deepinfer_compile.match import (
+    alike,
     dtype_of,
     factors_of,
     number,
@@ -52,7 +53,7 @@ class RaiseActivation:
 
     Before: `silu(gate) * up`, or `(clamp(up, -l, l) + 1) * (g * sigmoid(g * a))` with `g = clamp(gate, None, l)`
     After:  `gated_act(gate, up, "silu", 0.0, 0.0)`, `gated_act(gate, up, "swiglu_oai", a, l)`
-    Also gelu (both forms), relu, `g * sigmoid(g)`, and silu between the clamps (swiglu_clamp). How gate and up are cut
+    Also gelu (both forms), relu, `g * sigmoid(g)` (which the op rounds once, not twice), and silu between the clamps (swiglu_clamp). How gate and up are cut
     out of one tensor (halves, alternating) stays ATen in front of it.
     Left alone: an activation that is not multiplied with a second value of its own shape and dtype, or with itself, and
     the scaled sigmoid without `up + 1` and equal clamps.
@@ -102,7 +103,7 @@ def _activation(node: Node) -> _Act | None:
 
 def _kind(act: _Act, node: Node, up: Node) -> tuple[Any, ...] | str:
     """(gate, up, kind, alpha, limit) of a product of the activation at `node` with `up`, or why there is none."""
-    if up is node:
+    if alike(up, node):
         return "the activation is multiplied with itself"
     if not same_shape(node, up) or dtype_of(node) != dtype_of(up):
         return "the activation is multiplied with a value of another shape or dtype"

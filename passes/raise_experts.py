@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,19 +18,23 @@ from torch.fx import GraphModule, Node
 
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, argument, is_op, only_user, tensor, value
-from deepinfer_compile.match_experts import Expert, Projection, count_of, experts_of, name_of, projections
-from deepinfer_compile.match_moe import (
-    CASTS,
-    Concrete,
-    NearMiss,
-    ancestors,
-    dense_weights,
-    given_choice,
-    id_candidates,
-    operand,
-    same_values,
-    weight_candidates,
+from deepinfer_compile.match_experts import (
+    Choice,
+    Expert,
+    Projection,
+    all_agree,
+    count_of,
+    experts_of,
+    name_of,
+    order_of,
+    projections,
+    rows_agree,
+    share_of,
+    sum_of,
+    summed,
+    weighted,
 )
+from deepinfer_compile.match_moe import NearMiss, ancestors, id_candidates, operands, same_values, weight_candidates
 from deepinfer_compile.ops import EXPERTS
 from deepinfer_compile.passbase import NONE, PassContext, register
 
@@ -38,15 +43,13 @@ A = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Mixture:
-    """A choice of experts and their weighted sum. experts: one, batched, or one a module, in order of their ids.
+    """A choice among experts (one that is batched, or one a module in order of their ids) and its weighted sum.
 
     extra: what else the sum adds, behind the experts. ends: the node that holds the sum.
     """
 
     experts: tuple[Expert, ...]
-    ids: Node
-    weights: Node
-    x: Node
+    choice: Choice
     ends: Node
     extra: tuple[Node, ...] = ()
 
@@ -59,8 +62,8 @@ class RaiseExperts:
     Before: `out = 0; for e: out = out + (weights * (ids == e)).sum(-1) * w2_e(silu(w1_e(x)) * w3_e(x))`, or rows sorted
             by expert through `_grouped_mm`, or weights gathered by id through `bmm`, or einsums over all experts
     After:  `out = experts(x, ids, weights, w13, w2, b13, b2, 'silu', ...)`
-    Left alone: experts without a top-k choice, activations unknown to `ops/activation.py`, capacity-limited dispatch and
-    anything whose weighting is not the definition.
+    Left alone: experts without a top-k choice, activations unknown to `ops/activation.py`, dispatch with a capacity,
+    and anything whose weighting is not the definition.
     Weights of separate tensors are stacked or joined in the graph: a derivation, which the remark names.
     """
 
@@ -71,46 +74,57 @@ class RaiseExperts:
     breaks: ClassVar[frozenset[Fact]] = NONE
 
     def run(self, gm: GraphModule, ctx: PassContext) -> None:
-        modules: dict[Node, list[Expert]] = {}
+        modules: dict[tuple[Node, Node | None], list[Expert]] = {}
         for found in experts_of(projections(gm.graph)):
             down = found.down if isinstance(found, Expert) else found[0]
-            single = down.by == "all" and down.axis is None
+            batched = down.by != "all" or down.axis is not None
+            stack = only_user(down.out)
+            stack = stack if is_op(stack, A.stack.default) else None
+            if not batched and stack is None and share_of(down) is None:
+                continue
             if isinstance(found, tuple):
-                if not single or share_of(down) is not None:
-                    ctx.miss(down.out, str(found[1]))
-            elif not single:
-                _attempt(down.out, [found], ctx)
-            elif share_of(down) is not None:
-                modules.setdefault(found.x, []).append(found)
-        for group in modules.values():
-            _attempt(group[-1].down.out, group, ctx)
+                ctx.miss(down.out, str(found[1]))
+            elif batched:
+                _attempt([found], None, ctx)
+            else:
+                modules.setdefault((found.x, stack), []).append(found)
+        for (_, stack), group in modules.items():
+            _attempt(group, stack, ctx)
 
 
-def _attempt(node: Node, experts: Sequence[Expert], ctx: PassContext) -> None:
-    first = experts[0]
+def _attempt(experts: Sequence[Expert], stack: Node | None, ctx: PassContext) -> None:
+    down = experts[0].down
     try:
-        mixture = (
-            _by_row(first)
-            if first.down.by != "all"
-            else _on_all(first)
-            if first.down.axis is not None
-            else _modules(experts)
-        )
-        derived = _derivation(mixture.experts)
+        _check_alike(experts)
+        if down.by != "all":
+            found = _by_row(experts[0])
+        elif down.axis is not None:
+            found = _on_all(experts, down.out, down.axis)
+        elif stack is not None:
+            found = _stacked(experts, stack)
+        else:
+            found = _modules(experts)
     except NearMiss as reason:
-        ctx.miss(node, str(reason))
+        ctx.miss(experts[-1].down.out, str(reason))
         return
-    count = len(experts) if len(experts) > 1 else count_of(first.down)
-    if ctx.claim(mixture.ends, f"{name_of(first.down)}, {count} experts, {first.gate.kind}{derived}"):
-        _rewrite(mixture)
+    count = len(experts) if down.by == "all" and down.axis is None else count_of(down)
+    if ctx.claim(found.ends, f"{name_of(down)}, {count} experts, {experts[0].gate.kind}{_derived(experts)}"):
+        _rewrite(found)
 
 
-def _derivation(experts: Sequence[Expert]) -> str:
+def _check_alike(experts: Sequence[Expert]) -> None:
+    """One activation and one set of biases for all experts, which is what the op can say."""
     if len({e.gate for e in experts}) > 1 or len({len(e.ups) for e in experts}) > 1:
         raise NearMiss("the experts differ in their activation")
     if experts[0].gate.swapped:
         raise NearMiss("the fused projection holds up before gate")
-    if len(experts) > 1:
+    if len({p.bias is None for e in experts for p in e.ups}) > 1 or len({e.down.bias is None for e in experts}) > 1:
+        raise NearMiss("only some of the experts' projections have a bias")
+
+
+def _derived(experts: Sequence[Expert]) -> str:
+    """What the op's weights are computed from, where they are not the checkpoint's own."""
+    if experts[0].down.axis is None and experts[0].down.by == "all":
         return f"; derived weights: stacks of {len(experts)} modules"
     return "; derived weight: gate and up joined" if len(experts[0].ups) == 2 else ""
 
@@ -118,59 +132,71 @@ def _derivation(experts: Sequence[Expert]) -> str:
 def _by_row(expert: Expert) -> _Mixture:
     """Experts applied to one row per token and choice."""
     product, factor = weighted(expert.down.out)
-    rows: Any = expert.down.rows
-    count = count_of(expert.down)
-    sources = [n for n in ancestors(expert.x) if isinstance(value(n), Tensor) and tensor(n).is_floating_point()]
+    rows = expert.down.rows
+    if rows is None:
+        raise NearMiss("nothing says which expert a row meets")
+    width = tensor(expert.x).shape[-1]
+    sources = [n for n in ancestors(expert.x) if isinstance(v := value(n), Tensor) and v.dim() == 2]
+    sources = [n for n in sources if tensor(n).shape[-1] == width and tensor(n).is_floating_point()]
     for ids in id_candidates(rows):
+        tokens = str(tensor(ids).shape[0])
         for weights in weight_candidates(factor, ids):
-            for x in (n for n in sources if tensor(n).dim() == 2 and _tokens(n) == _tokens(ids)):
-                ends = summed(product, x)
-                if same_values(
-                    lambda seed: rows_agree(expert, (ids, weights, x), (factor, product, ends), count, seed)
-                ):
-                    return _Mixture((expert,), ids, weights, x, ends)
+            for x in (n for n in sources if str(tensor(n).shape[0]) == tokens):
+                choice, ends = Choice(ids, weights, x), summed(product, x)
+                if same_values(partial(rows_agree, expert, choice, factor, product, ends)):
+                    return _Mixture((expert,), choice, ends)
     raise NearMiss("rows, ids and weights do not belong together as tokens and their chosen experts")
 
 
-def _on_all(expert: Expert) -> _Mixture:
-    """All experts applied to all tokens in one batched product, then combined."""
-    down, x = expert.down, expert.x
-    axis = down.axis or 0
-    if tensor(x).dim() != tensor(down.out).dim() - 1:
+def _on_all(experts: Sequence[Expert], outputs: Node, axis: int) -> _Mixture:
+    """All experts applied to all tokens, their outputs in one tensor, then combined."""
+    x = experts[0].x
+    if tensor(x).dim() != tensor(outputs).dim() - 1:
         raise NearMiss("the experts see a dispatched selection of the tokens, not all of them")
-    ends = summed(down.out, x)
-    for ids in id_candidates(ends, (down.out,)):
+    ends = summed(outputs, x)
+    candidates = id_candidates(ends, (outputs,))
+    for ids in candidates:
         for weights in weight_candidates(ends, ids):
-            if same_values(lambda seed: all_agree(down, ids, weights, ends, axis, seed)):
-                return _Mixture((expert,), ids, weights, x, ends)
-    if not id_candidates(ends, (down.out,)):
+            choice = Choice(ids, weights, x)
+            if same_values(partial(all_agree, outputs, axis, choice, ends)):
+                return _Mixture(tuple(experts), choice, ends)
+    if not candidates:
         raise NearMiss("no top-k choice of experts is behind it, every token reaches every expert")
     raise NearMiss("the combination of the experts is not the chosen experts' weighted sum")
 
 
+def _stacked(experts: Sequence[Expert], stack: Node) -> _Mixture:
+    """One module an expert, the outputs stacked along an expert axis."""
+    by_out = {e.down.out: e for e in experts}
+    outputs = operands(stack)
+    if any(n not in by_out for n in outputs):
+        raise NearMiss("something that is not an expert of the same input is stacked with the experts")
+    return _on_all([by_out[n] for n in outputs], stack, int(argument(stack, "dim")) % tensor(stack).dim())
+
+
 def _modules(experts: Sequence[Expert]) -> _Mixture:
-    """One module an expert, each applied to all tokens and weighted, summed up."""
+    """One module an expert, each applied to all tokens and weighted, summed up term by term."""
     terms = [weighted(e.down.out) for e in experts]
-    root, leaves = sum_of([t for t, _ in terms])
-    count = len(experts)
-    for ids in id_candidates(terms[0][1]):
-        for weights in weight_candidates(terms[0][1], ids):
-            order = order_of([f for _, f in terms], ids, weights, count)
+    ends, extra = sum_of([product for product, _ in terms])
+    x = experts[0].x
+    if tensor(ends).dtype != tensor(x).dtype or str(tensor(ends).shape) != str(tensor(x).shape):
+        raise NearMiss("the experts' outputs are not summed to a tensor like their input")
+    factors = [factor for _, factor in terms]
+    for ids in id_candidates(factors[0]):
+        for weights in weight_candidates(factors[0], ids):
+            order = order_of(factors, ids, weights)
             if order is not None:
-                ranked = tuple(e for _, e in sorted(zip(order, experts), key=lambda pair: pair[0]))
-                return _Mixture(ranked, ids, weights, experts[0].x, root, leaves)
-    raise NearMiss(f"the factors of the {count} experts are not their weights in a choice among {count}")
+                ranked = [e for _, e in sorted(zip(order, experts), key=lambda pair: pair[0])]
+                return _Mixture(tuple(ranked), Choice(ids, weights, x), ends, extra)
+    raise NearMiss(f"the factors of the {len(terms)} experts are not their weights in a choice among them")
 
 
 def _rewrite(m: _Mixture) -> None:
     edit = Editor(m.ends.graph, m.ends)
     gate = m.experts[0].gate
-    width = int(tensor(m.x).shape[-1])
-    flat = tensor(m.x).dim() == 2
-    x = m.x if flat else edit.call(A.reshape.default, m.x, [-1, width])
-    ids, weights = (
+    x, ids, weights = (
         n if tensor(n).dim() == 2 else edit.call(A.reshape.default, n, [-1, int(tensor(n).shape[-1])])
-        for n in (m.ids, m.weights)
+        for n in (m.choice.x, m.choice.ids, m.choice.weights)
     )
     w13, b13, turned = _joined(edit, [e.ups for e in m.experts])
     w2, b2, turned2 = _joined(edit, [(e.down,) for e in m.experts])
@@ -178,7 +204,7 @@ def _rewrite(m: _Mixture) -> None:
         w2 = edit.call(A.transpose.int, w2, 1, 2)
     form = (gate.kind, gate.alpha, gate.limit, gate.interleaved, turned)
     out = edit.call(EXPERTS.overload, x, ids, weights, w13, w2, b13, b2, *form)
-    if not flat:
+    if tensor(m.choice.x).dim() != 2:
         shape = [d if isinstance(d, int) else -1 for d in tensor(m.ends).shape]
         out = edit.call(A.reshape.default, out, shape)
     for other in m.extra:

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, argument, is_op, target_name, tensor, value
-from deepinfer_compile.match_moe import RESHAPES, NearMiss, operand, part
+from deepinfer_compile.match_moe import RESHAPES, NearMiss, operand, operands, part
 from deepinfer_compile.ops import ATTENTION, LATENT_ATTENTION
 from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.program import Program
@@ -200,7 +200,7 @@ def _match(node: Node, up: _Projection) -> _Parts:
 def _two_parts(node: Node, what: str) -> tuple[Node, Node]:
     """The two column blocks that a tensor is made of, by concatenation or by writing both into an empty one."""
     if is_op(node, A.cat.default):
-        blocks = list(node.args[0])  # type: ignore[arg-type]
+        blocks = operands(node)
         if argument(node, "dim") in (-1, tensor(node).dim() - 1) and len(blocks) == 2:
             return blocks[0], blocks[1]
     writes = sorted(_writes(node), key=lambda w: w[0])

@@ -66,3 +66,4 @@ def _bind(node: Node, kernel: str) -> None:
     args = (*node.args, *([None] * (want - len(node.args)))) if not node.kwargs else node.args
     edit = Editor(node.graph, node)
     edit.replace(node, edit.call(target, *args, **node.kwargs))
+    node.graph.erase_node(node)  # a call that writes its cache is never dead, so it must go here

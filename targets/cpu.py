@@ -27,6 +27,7 @@ from deepinfer_compile.errors import NativeBuildFailed, NoCompiler
 from deepinfer_compile.graph import value
 from deepinfer_compile.graphjson import to_json
 from deepinfer_compile.passbase import Pass
+from deepinfer_compile.passes.merge_linears import MergeLinears
 from deepinfer_compile.passes.select_kernels import SelectKernels
 from deepinfer_compile.targets.base import Limits, Variant
 from deepinfer_compile.targets.cpu_kernels import LIBRARY, build_kernels, find_compiler, host_isa, render_kernels
@@ -67,7 +68,10 @@ class CpuTarget:
         return cached(key, lambda out: _quietly(build_kernels, out, isa)) / LIBRARY
 
     def lowering(self) -> tuple[Pass, ...]:
-        return (SelectKernels(kernels=KERNELS),)
+        return (
+            SelectKernels(kernels=KERNELS),
+            MergeLinears(one="deepinfer_cpu.linear", many="deepinfer_cpu.linears"),
+        )
 
     def build(
         self, blocks: dict[str, GraphModule], options: dict[str, Any], progress: Callable[[str], None]

@@ -49,7 +49,7 @@ def compare(a: BundleFiles, b: BundleFiles) -> dict[str, Any]:
 def _fields(a: BundleFiles, b: BundleFiles) -> list[tuple[str, Any, Any]]:
     import dataclasses
 
-    left, right = (flat({k: v for k, v in dataclasses.asdict(f.manifest).items()}) for f in (a, b))
+    left, right = (flat(dataclasses.asdict(dataclasses.replace(f.manifest, files={}, constants={}))) for f in (a, b))
     names = sorted(left.keys() | right.keys())
     return [(k, left.get(k), right.get(k)) for k in names if left.get(k) != right.get(k)]
 

@@ -238,7 +238,7 @@ class Engine:
             return
         request.output_ids.append(token)
         count, params = len(request.output_ids), request.params
-        enough = count >= params.min_tokens
+        enough = count > params.min_tokens
         if enough and token in request.end_ids:
             shown = count if params.include_stop_str_in_output else count - 1
             self._end(request, "stop", None if token in request.eos_ids else token, shown=shown)

@@ -30,8 +30,8 @@ class SamplingParams:
     seed: None draws a fresh one. The same seed gives the same tokens whatever else is in the batch.
     stop: strings that end the text (removed from it unless include_stop_str_in_output). stop_token_ids: ids that end
     it; like the end-of-text id they stay in token_ids and are not part of the text. ignore_eos: go on after it.
-    max_tokens: None is up to the context length. min_tokens: no end before this many tokens, except by max_tokens or
-    the context length.
+    max_tokens: None is up to the context length. min_tokens: so many tokens come before one that may end the output by
+    an id or a stop string.
     logprobs, prompt_logprobs: how many of the most likely tokens to report beside the one taken, from the model's own
     distribution (before penalties, temperature and cuts); -1 is the whole vocabulary, None is no report.
     detokenize: False leaves `text` empty.

@@ -145,7 +145,7 @@ def _in_numpy(values: Tensor) -> bool:
 
 
 def _rows(values: Tensor, rows: Ints) -> Tensor:
-    """Some rows, in ascending order, of a tensor: the tensor itself if they are all of them."""
+    """Some rows of a tensor, lowest first: the tensor itself if they are all of them."""
     if len(rows) == len(values):
         return values
     return values.index_select(0, torch.from_numpy(rows).to(values.device))

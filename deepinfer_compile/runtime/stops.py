@@ -68,7 +68,7 @@ class TextState:
     def advance(self, token_ids: list[int], end: int, *, checked: bool = True) -> str | None:
         """Decode `token_ids[:end]` as far as not done before; return the stop string completed by it, if any.
 
-        `checked=False` lets stop strings pass (fewer than min_tokens so far).
+        `checked=False` lets stop strings pass (not more than min_tokens so far).
         """
         if end <= self._pushed:
             return None

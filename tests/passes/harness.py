@@ -29,7 +29,7 @@ def run_passes(model: nn.Module, *passes: Any, program: Program | None = None) -
     """Capture and run the passes."""
     before = program or capture(model)
     text = {name: to_text(gm) for name, gm in before.graphs()}
-    after, records = Pipeline(passes).run(before)
+    after, records = Pipeline(passes, given=before.facts).run(before)
     assert text == {name: to_text(gm) for name, gm in before.graphs()}, "a pass edited its input"
     return after, records
 

@@ -54,10 +54,11 @@ def program_of(module: nn.Module, dynamic: dict[str, dict[int, Any]] | None = No
     return Pipeline((Canonicalize(),)).run(partition(exported, None, "small", {}))[0]
 
 
-def run(program: Program, **inputs: Tensor) -> Any:
-    """A small program on inputs by name; weights are those it was traced with."""
+def run(program: Program, **inputs: Tensor) -> tuple[Tensor, ...]:
+    """Results of a small program on inputs by name; weights are those it was traced with."""
     held = {name: ref.value for name, ref in program.weights.items()}
-    return program.run({**held, **inputs})
+    found = program.run({**held, **inputs})
+    return found if isinstance(found, tuple) else (found,)
 
 
 def counts(record: Record, kind: str = "applied") -> dict[str, int]:

@@ -264,7 +264,7 @@ def test_complex_equals_real_form(positions: tuple[int, ...], dtype: torch.dtype
     x = torch.randn(2, len(at), 4, DIM * stride, generator=torch.Generator().manual_seed(2)).to(dtype)[..., :DIM]
     after, records = go_on(program_of(module, x=x), RaiseRope())
     assert records[0].count("applied") == 1
-    got = run(after, x=x)
+    (got,) = run(after, x=x)
     want = reference(x.transpose(1, 2), angles(at)).transpose(1, 2)
     assert got.dtype == dtype
     assert got.shape == x.shape

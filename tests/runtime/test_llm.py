@@ -241,14 +241,65 @@ def test_stop_strings_end_the_text():
     assert {("stop", str), ("stop", int), ("stop", type(None))} <= seen
 
 
-def test_a_stop_string_counts_from_min_tokens_on():
+def test_a_stop_string_counts_after_min_tokens():
     model = llm()
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
-    params = SamplingParams(seed=1, stop=letters, min_tokens=5, max_tokens=30)
+    params = SamplingParams(seed=1, stop=letters, min_tokens=5, max_tokens=30, ignore_eos=True)
     for i in range(10):
         (got,) = model.generate(ids_of(4, i), params)
-        assert len(got.outputs[0].token_ids) >= 5
-        assert got.outputs[0].finish_reason in ("stop", "length")
+        tokens = ORACLE.run(ids_of(4, i), params).tokens
+        texts = [CODEC.detokenizer(True).push(tokens[:count]) for count in range(31)]
+        count = next(c for c in range(6, 31) if plain_stop(texts[c][len(texts[5]) :], letters, False)[0])
+        assert got.outputs[0].token_ids == tokens[:count]
+        assert got.outputs[0].text == texts[5] + plain_stop(texts[count][len(texts[5]) :], letters, False)[1]
+
+
+class Script:
+    """A model that says the same tokens to everyone, whatever the prompt of one token."""
+
+    groups, vocab_size, max_model_len = (), VOCAB, 100
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def allocate(self, pages) -> None:
+        assert pages == ()
+
+    def step(self, inputs):
+        return torch.eye(VOCAB)[[self.tokens[p] for p in inputs.position_ids[inputs.rows].tolist()]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "text", "reason", "why"),
+    [
+        ([40, 41, 0], {}, "the stopa", "length", None),
+        ([40, 41, 0], {"stop": "stop"}, "the ", "stop", "stop"),
+        ([40, 41, 0], {"stop": "e st"}, "th", "stop", "e st"),
+        ([40, 41, 0], {"stop": ["opa", "e st"], "include_stop_str_in_output": True}, "the st", "stop", "e st"),
+        ([40, 41, 0], {"stop": "stop", "max_tokens": 2}, "the ", "stop", "stop"),
+        ([40, 50, 0], {}, "the \ufffda", "length", None),
+        ([40, 40, 50], {}, "the the \ufffd", "length", None),
+        ([40, 40, 50], {"stop": "\ufffd"}, "the the ", "stop", "\ufffd"),
+        ([50, 51, 0], {}, "éa", "length", None),
+        ([40, 5, 0], {}, "the ", "stop", None),
+        ([40, 5, 0], {"skip_special_tokens": False}, "the ", "stop", None),
+        ([40, 5, 0], {"skip_special_tokens": False, "include_stop_str_in_output": True}, "the <eos>", "stop", None),
+        ([40, 5, 0], {"skip_special_tokens": False, "ignore_eos": True}, "the <eos>a", "length", None),
+        ([40, 5, 0], {"ignore_eos": True}, "the a", "length", None),
+        ([40, 0, 1], {"stop_token_ids": [0]}, "the ", "stop", 0),
+        ([40, 5, 1], {"stop_token_ids": [5]}, "the ", "stop", None),
+        ([40, 5, 1], {"stop_token_ids": [5], "ignore_eos": True}, "the ", "stop", 5),
+        ([5, 0, 0], {"min_tokens": 1}, "aaa", "length", None),
+    ],
+)
+def test_endings_one_by_one(tokens, options, text, reason, why):
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 3, **options})
+    (got,) = llm(Script(tokens)).generate([9], params)
+    out = got.outputs[0]
+    assert (out.text, out.finish_reason, out.stop_reason) == (text, reason, why)
+    items = list(llm(Script(tokens)).stream([9], params))
+    assert "".join(item.outputs[0].text for item in items) == text
+    assert items[-1].outputs[0].finish_reason == reason
 
 
 def test_detokenize_off():

@@ -1,0 +1,149 @@
+"""`explain`: for each kind of layer, what each pass rewrote, what it left alone, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deepinfer_compile.cli.boundary import guarded, print_json
+from deepinfer_compile.cli.build_bundle import JSON_OPTION, WAIVE_OPTION, waived
+from deepinfer_compile.cli.show import plural, ranges, stdout
+from deepinfer_compile.cli.stages import Stages
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from deepinfer_compile.builder import Compiled
+    from deepinfer_compile.bundle import BundleFiles
+
+WHOLE = "whole model"
+SUBJECT_HELP = "A model folder (config.json is enough), a bundle, or an architecture such as deepseek_v3."
+
+
+@guarded
+def explain(
+    subject: Annotated[str, typer.Argument(metavar="MODEL_DIR|BUNDLE|ARCH", help=SUBJECT_HELP)],
+    waive: Annotated[list[str] | None, WAIVE_OPTION] = None,
+    as_json: Annotated[bool, JSON_OPTION] = False,
+) -> None:
+    """Say what each pass applied and missed, per kind of layer, and why."""
+    if (Path(subject) / "manifest.json").is_file():
+        from deepinfer_compile.bundle import read_bundle
+
+        found = explain_bundle(read_bundle(Path(subject)))
+    else:
+        from deepinfer_compile.cli.opening import compile_source, open_graph
+
+        with Stages() as stages:
+            stages("open")
+            source = open_graph(subject)
+            stages("capture and passes")
+            found = explain_compiled(compile_source(source, waived(waive)))
+    if as_json:
+        print_json(found)
+        return
+    _print(found, stdout())
+
+
+def explain_compiled(compiled: Compiled) -> dict[str, Any]:
+    """All remarks by kind of layer, program and pass, with their reasons counted."""
+    layers = {
+        block: program.layers_of(block) for program in compiled.programs.values() for block in program.blocks
+    }
+    kinds: dict[str, dict[str, Any]] = {block: _kind(block, at) for block, at in layers.items()}
+    for program, records in compiled.records.items():
+        for record in records:
+            for graph in dict.fromkeys(r.graph for r in record.remarks):
+                remarks = [r for r in record.remarks if r.graph == graph]
+                kind = kinds.setdefault(graph or WHOLE, _kind(graph or WHOLE, list(remarks[0].layers)))
+                applied = Counter(r.reason for r in remarks if r.kind == "applied")
+                missed = [{"node": r.node, "reason": r.reason, "place": r.place} for r in remarks if r.kind == "missed"]
+                entry = {"program": program, "pass": record.name, "applied": sum(applied.values())}
+                kind["passes"].append({**entry, "reasons": dict(applied), "missed": missed})
+    quiet = [f"{p}/{r.name}" for p, records in compiled.records.items() for r in records if not r.remarks]
+    info = {k: v for k, v in compiled.captured.info.items() if k != "tied"}
+    waivers = [r.waived for records in compiled.records.values() for r in records if r.waived]
+    return {"model": compiled.source.name, "info": info, "kinds": _ordered(kinds), "quiet": quiet, "waivers": waivers}
+
+
+def explain_bundle(files: BundleFiles) -> dict[str, Any]:
+    """What a bundle recorded: misses per graph, and how often each pass applied over all graphs."""
+    manifest = files.manifest
+    kinds: dict[str, dict[str, Any]] = {}
+    for entry in manifest.programs.values():
+        for node in files.json(entry["file"])["skeleton"]["nodes"]:
+            if node["op"] == "block":
+                kind = kinds.setdefault(node["target"], _kind(node["target"], []))
+                kind["layers"] += [node["layer"]] if node.get("layer") is not None else []
+    whole = _kind(WHOLE, [])
+    quiet: list[str] = []
+    for program, records in manifest.build.get("passes", {}).items():
+        for record in records:
+            base = {"program": program, "pass": record["name"]}
+            for graph in dict.fromkeys(g for g, *_ in record["missed"]):
+                missed = [{"node": n, "reason": why, "place": ""} for g, n, why in record["missed"] if g == graph]
+                kind = kinds.setdefault(graph or WHOLE, _kind(graph or WHOLE, []))
+                kind["passes"].append({**base, "applied": 0, "reasons": {}, "missed": missed})
+            if record["applied"]:
+                whole["passes"].append({**base, "applied": record["applied"], "reasons": {}, "missed": []})
+            elif not record["missed"]:
+                quiet.append(f"{program}/{record['name']}")
+    for kind in kinds.values():
+        kind["layers"] = sorted(set(kind["layers"]))
+    model = str(manifest.model["name"])
+    info = {k: v for k, v in manifest.model.get("info", {}).items() if k != "tied"}
+    found = _ordered({**kinds, WHOLE: whole})
+    return {"model": model, "info": info, "kinds": found, "quiet": quiet, "waivers": list(manifest.waivers)}
+
+
+def _kind(name: str, layers: list[int]) -> dict[str, Any]:
+    return {"name": name, "layers": layers, "passes": []}
+
+
+def _ordered(kinds: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Layers first, by their first layer; then what is outside layers and has something to say."""
+    inside = sorted((k for k in kinds.values() if k["layers"]), key=lambda k: int(k["layers"][0]))
+    return inside + [k for k in kinds.values() if not k["layers"] and k["passes"]]
+
+
+def _print(found: dict[str, Any], console: Console) -> None:
+    console.print(found["model"], style="bold")
+    if "traced_all_because" in found["info"]:
+        console.print(f"all layers were traced: {found['info']['traced_all_because']}", soft_wrap=True)
+    for kind in found["kinds"]:
+        at = f"layers {ranges(kind['layers'])} ({len(kind['layers'])}), {kind['name']}" if kind["layers"] else kind["name"]
+        console.print(f"\n{at}", style="bold")
+        if not kind["passes"]:
+            console.print("  no pass had anything to do here")
+        for p in kind["passes"]:
+            _print_pass(p, console)
+    if found["quiet"]:
+        console.print(f"\nfound no candidate: {', '.join(found['quiet'])}", soft_wrap=True)
+    for waiver in found["waivers"]:
+        console.print(f"waived: {waiver}", style="yellow", soft_wrap=True)
+
+
+def _print_pass(p: dict[str, Any], console: Console) -> None:
+    counts = [f"{p['applied']} applied"] if p["applied"] else []
+    counts += [f"{len(p['missed'])} missed"] if p["missed"] else []
+    console.print(f"  {p['program']:<8} {p['pass']}: {', '.join(counts)}")
+    for reason, count in p["reasons"].items():
+        console.print(f"             {count} x {reason}", soft_wrap=True)
+    for reason, nodes, place in _grouped(p["missed"]):
+        at = f" ({place})" if place else ""
+        console.print(f"             missed {plural(len(nodes), 'node')}: {reason}: {nodes[0]}{at}", style="yellow", soft_wrap=True)
+
+
+def _grouped(missed: Iterable[dict[str, str]]) -> list[tuple[str, list[str], str]]:
+    """Misses of one reason together: reason, nodes, place of the first."""
+    found: dict[str, tuple[list[str], str]] = {}
+    for m in missed:
+        found.setdefault(m["reason"], ([], m["place"]))[0].append(m["node"])
+    return [(reason, nodes, place) for reason, (nodes, place) in found.items()]
+
+
+__all__ = ["explain", "explain_bundle", "explain_compiled"]

@@ -1,0 +1,58 @@
+"""Linears of one input as one call, where the target has a kernel for several weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from deepinfer_compile.facts import Fact
+from deepinfer_compile.graph import Editor, is_op
+from deepinfer_compile.passbase import NONE, PassContext, register
+from deepinfer_compile.runtime.interpret import resolve
+
+
+@register
+@dataclass(frozen=True)
+class MergeLinears:
+    """Call sibling linears (query, key and value; gate and up) together; the weights stay apart.
+
+    Before: `q = deepinfer_cpu.linear(x, wq, None); k = deepinfer_cpu.linear(x, wk, None)`
+    After:  `both = deepinfer_cpu.linears(x, [wq, wk], [None, None]); q = both[0]; k = both[1]`
+    Left alone: a linear whose operands are only made after its first sibling runs.
+    `one` and `many` name the kernel for one weight and the one for several; with either empty the pass does nothing.
+    """
+
+    name: ClassVar[str] = "merge-linears"
+    level: ClassVar[str] = "layer"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.LOWERED})
+    makes: ClassVar[frozenset[Fact]] = NONE
+    breaks: ClassVar[frozenset[Fact]] = NONE
+    one: str = ""
+    many: str = ""
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> None:
+        if not self.one or not self.many:
+            return
+        order = {n: i for i, n in enumerate(gm.graph.nodes)}
+        families: dict[Node, list[Node]] = {}
+        for node in gm.graph.nodes:
+            if is_op(node, resolve(f"{self.one}.default")):
+                families.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
+        for first, *rest in families.values():
+            ready = [n for n in rest if all(order[i] < order[first] for i in n.all_input_nodes)]
+            for late in [n for n in rest if n not in ready]:
+                ctx.miss(late, f"an operand is made after {first.name}, its first sibling")
+            if ready and ctx.claim(first, f"{len(ready) + 1} weights of one input, {self.many}"):
+                _merge([first, *ready], self.many)
+
+
+def _merge(nodes: list[Node], many: str) -> None:
+    edit = Editor(nodes[0].graph, nodes[0])
+    weights, biases = [n.args[1] for n in nodes], [n.args[2] for n in nodes]
+    together = edit.call(resolve(f"{many}.default"), nodes[0].args[0], weights, biases)
+    for i, node in enumerate(nodes):
+        edit.replace(node, edit.item(together, i))
+
+

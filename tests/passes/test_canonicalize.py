@@ -1,0 +1,53 @@
+"""One spelling: no assertions, no copies, reshapes with -1, and nothing that means something removed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepinfer_compile.capture import capture
+from deepinfer_compile.passes.canonicalize import Canonicalize
+from tests import models
+from tests.golden_text import check_golden
+from tests.passes.harness import calls, check_equal, run_passes
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2", "gpt_oss"])
+def test_canonical_equals_eager(name: str) -> None:
+    model = models.make(name)
+    program, _ = run_passes(model, Canonicalize())
+    for gone in ("aten._assert_tensor_metadata", "aten.view", "aten.clone", "aten.contiguous"):
+        assert calls(program, gone) == 0
+    check_equal(program, model)
+    _, records = run_passes(model, Canonicalize(), program=program)
+    assert records[-1].count("applied") == 0
+
+
+class Toy(nn.Module):
+    """Views, casts and slices of which only some do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.w[input_ids % 8]
+        x = x.to(torch.float32).contiguous().clone()
+        x = x.view(input_ids.shape[0], input_ids.shape[1], 2, 4).flatten(2)
+        x = x[:, :, 0:] + x[:, :, :4].repeat(1, 1, 2)
+        return torch.dropout(x, 0.5, False).double().float()
+
+
+def test_only_what_does_nothing_goes() -> None:
+    from deepinfer_compile.graph import to_text
+
+    program, _ = run_passes(Toy(), Canonicalize())
+    text = "\n".join(to_text(gm) for gm in program.blocks.values())
+    check_golden("canonicalize", text)
+    assert "f64" in text, "a cast that rounds is no identity"
+    model = Toy()
+    captured = capture(model)
+    ids = torch.tensor([[1, 5, 3]])
+    bound = {name: model.w.detach() for name in captured.weights}
+    assert torch.equal(captured.run({**bound, "input_ids": ids}), model(ids))
