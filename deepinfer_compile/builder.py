@@ -19,7 +19,6 @@ from deepinfer_compile.bundle import (
     LEDGER,
     BundleFiles,
     BundleWriter,
-    Checkpoint,
     Ledger,
     Manifest,
     WeightItem,
@@ -177,15 +176,12 @@ def _write_weights(writer: BundleWriter, compiled: Compiled, options: BuildSetti
     source = compiled.source.weights
     wanted = {n: (r.dtype, r.shape) for n, r in refs.items() if r.value is None}
     constants = {n: r.value for n, r in refs.items() if r.value is not None}
-    tied = [g for g in compiled.captured.info.get("tied", []) if len(g) > 1]
-    if isinstance(source, Checkpoint):
-        # every name of a tied group is wanted, so that a checkpoint may hold any of them
-        for group in tied:
-            spec = next((wanted[n] for n in group if n in wanted), None)
-            wanted.update({n: spec for n in group if spec is not None})
-        ledger = plan_weights(wanted, source, tied)
-    else:
-        ledger = Ledger({n: {"op": "copy", "of": n} for n in wanted})
+    tied = compiled.captured.info.get("tied", [])
+    # every name of a tied group is wanted, so that a checkpoint may hold any of them
+    for group in tied:
+        spec = next((wanted[n] for n in group if n in wanted), None)
+        wanted.update({n: spec for n in group if spec is not None})
+    ledger = plan_weights(wanted, source, tied)
     own = [WeightItem.of(n, t.contiguous()) for n, t in constants.items() if t is not None]
     if own:
         writer.add_weights("constants", own)

@@ -21,6 +21,7 @@ from deepinfer_compile.match_moe import (
     Gate,
     NearMiss,
     ancestors,
+    crosses_tokens,
     dense_weights,
     find_gate,
     given_choice,
@@ -30,6 +31,7 @@ from deepinfer_compile.match_moe import (
 )
 
 ZEROS = (A.zeros_like.default, A.zeros.default, A.new_zeros.default)
+PROBE_TOKENS = 48
 GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
@@ -162,7 +164,7 @@ def _repeats_over_experts(node: Node) -> bool:
     source, made = tensor(operand(node)), tensor(node)
     if is_op(node, A.repeat.default) and any(r != 1 for r in argument(node, "repeats")[1:]):
         return False
-    return made.dim() == 3 and (source.dim() == 2 or source.shape[0] == 1)
+    return made.dim() == 3 and (source.dim() == 2 or bool(source.shape[0] == 1))
 
 
 def _einsum(node: Node) -> Projection | None:
@@ -282,7 +284,9 @@ class Choice:
 def rows_agree(expert: Expert, choice: Choice, factor: Node, product: Node, ends: Node, seed: int) -> bool:
     """Whether each row's token, expert and weight are those of a random choice, and `ends` sums a token's rows."""
     down, count = expert.down, count_of(expert.down)
-    probe, drawn, share = given_choice(choice.ids, choice.weights, count, 6, seed)
+    if crosses_tokens(factor, (choice.ids, choice.weights)) is not None:
+        return False
+    probe, drawn, share = given_choice(choice.ids, choice.weights, count, PROBE_TOKENS, seed)
     shape = probe.shape(choice.x)
     probe.given[choice.x] = torch.arange(shape[0]).to(tensor(choice.x).dtype).view(-1, 1).expand(shape)
     token = probe.value(expert.x)[:, 0].long()
@@ -305,7 +309,9 @@ def rows_agree(expert: Expert, choice: Choice, factor: Node, product: Node, ends
 def all_agree(outputs: Node, axis: int, choice: Choice, ends: Node, seed: int) -> bool:
     """Whether `ends` is the chosen experts' weighted sum of outputs that have all experts along `axis`."""
     count = int(tensor(outputs).shape[axis])
-    probe, drawn, share = given_choice(choice.ids, choice.weights, count, 6, seed)
+    if crosses_tokens(ends, (choice.ids, choice.weights, outputs)) is not None:
+        return False
+    probe, drawn, share = given_choice(choice.ids, choice.weights, count, PROBE_TOKENS, seed)
     held = _whole_numbers(probe.shape(outputs), seed)
     probe.given[outputs] = held.to(tensor(outputs).dtype)
     dense = dense_weights(drawn, share, count).reshape(-1, count).float()
@@ -329,10 +335,12 @@ def order_of(factors: Sequence[Node], ids: Node, weights: Node) -> list[int] | N
     """Which expert each factor is the weight of; None if they are not the weights of experts 0..n-1."""
     count = len(factors)
     try:
-        probe, drawn, share = given_choice(ids, weights, count, 8 + 8 * count, 1)
+        probe, drawn, share = given_choice(ids, weights, count, 8 + 8 * count, 0)
         dense = dense_weights(drawn, share, count).reshape(-1, count)
         columns = [probe.value(f).reshape(-1).to(dense.dtype) for f in factors]
     except NearMiss:
+        return None
+    if any(crosses_tokens(f, (ids, weights)) for f in factors):
         return None
     order = [next((e for e in range(count) if torch.equal(c, dense[:, e])), -1) for c in columns]
     return order if sorted(order) == list(range(count)) else None

@@ -231,12 +231,16 @@ def dense_weights(ids: Tensor, weights: Tensor, count: int) -> Tensor:
 
 
 def sample_choice(shape: tuple[int, ...], count: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
-    """Random distinct ids [..., k] and weights that are exact in every float type."""
+    """Distinct ids [..., k] and weights of both signs that are exact in every float type.
+
+    With an odd seed all tokens choose the same experts, which shows any limit on tokens per expert.
+    """
     gen = torch.Generator().manual_seed(seed)
     rows = torch.Size(shape[:-1]).numel()
-    order = torch.stack([torch.randperm(count, generator=gen)[: shape[-1]] for _ in range(rows)])
-    weights = torch.randint(1, 64, shape, generator=gen).to(torch.float32) / 64
-    return order.reshape(shape), weights.to(dtype)
+    draws = [torch.randperm(count, generator=gen)[: shape[-1]] for _ in range(1 if seed % 2 else rows)]
+    ids = torch.stack(draws).expand(rows, -1)
+    weights = torch.randint(-127, 128, shape, generator=gen).to(torch.float32) / 64
+    return ids.reshape(shape), weights.to(dtype)
 
 
 def given_choice(ids: Node, weights: Node, count: int, tokens: int, seed: int) -> tuple[Concrete, Tensor, Tensor]:
@@ -278,6 +282,12 @@ def same_values(agree: Callable[[int], bool]) -> bool:
         return all(agree(seed) for seed in range(3))
     except NearMiss:
         return False
+
+
+def crosses_tokens(node: Node, stops: Sequence[Node]) -> Node | None:
+    """A running total between `stops` and a node: how dispatch with a capacity counts, or None."""
+    scans = (A.cumsum.default, A.cumprod.default)
+    return next((n for n in ancestors(node, stops) if n not in stops and is_op(n, *scans)), None)
 
 
 def unknown_inputs(known: Mapping[str, Any]) -> Callable[[Node], Any]:

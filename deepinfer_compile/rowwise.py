@@ -210,11 +210,11 @@ def _call(node: Node, env: dict[Node, Value], tokens: Any) -> Value:
         return env[node.args[0]][node.args[1]]  # type: ignore[index]
     call = Call(node, env, tokens)
     tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
+    name = node.target._schema.name.replace("::", ".")  # type: ignore[union-attr]
+    if torch.Tag.nondeterministic_seeded in tags and name not in RULES:
         call.refuse("it draws random numbers")
     if all(env[n] is Kind.CONST for n in node.all_input_nodes) and _free_of(val, tokens):
         return call.same_for_all(Kind.CONST)
-    name = node.target._schema.name.replace("::", ".")  # type: ignore[union-attr]
     if torch.Tag.pointwise in tags:
         return call.same_for_all(aligned(call, node.all_input_nodes, call.result_rank()))
     if name not in RULES:

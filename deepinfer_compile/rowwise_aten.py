@@ -194,7 +194,7 @@ def _scatter_part(call: Call) -> Value:
     return found
 
 
-@rule("aten.constant_pad_nd")
+@rule("aten.constant_pad_nd", "aten.pad")
 def _pad(call: Call) -> Value:
     held, pad = call.rows(_first(call)), list(call.arg("pad"))
     behind = call.rank(_first(call)) - 1 - held.dim

@@ -53,8 +53,8 @@ class RaiseActivation:
 
     Before: `silu(gate) * up`, or `(clamp(up, -l, l) + 1) * (g * sigmoid(g * a))` with `g = clamp(gate, None, l)`
     After:  `gated_act(gate, up, "silu", 0.0, 0.0)`, `gated_act(gate, up, "swiglu_oai", a, l)`
-    Also gelu (both forms), relu, `g * sigmoid(g)` (which the op rounds once, not twice), and silu between the clamps (swiglu_clamp). How gate and up are cut
-    out of one tensor (halves, alternating) stays ATen in front of it.
+    Also gelu (both forms), relu, silu between the clamps (swiglu_clamp), and `g * sigmoid(g)`, which the op rounds once
+    and not twice. How gate and up are cut out of one tensor (halves, alternating) stays ATen in front of it.
     Left alone: an activation that is not multiplied with a second value of its own shape and dtype, or with itself, and
     the scaled sigmoid without `up + 1` and equal clamps.
     """

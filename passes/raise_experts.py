@@ -34,7 +34,16 @@ from deepinfer_compile.match_experts import (
     summed,
     weighted,
 )
-from deepinfer_compile.match_moe import NearMiss, ancestors, id_candidates, operands, same_values, weight_candidates
+from deepinfer_compile.match_moe import (
+    CASTS,
+    NearMiss,
+    ancestors,
+    id_candidates,
+    operand,
+    operands,
+    same_values,
+    weight_candidates,
+)
 from deepinfer_compile.ops import EXPERTS
 from deepinfer_compile.passbase import NONE, PassContext, register
 
@@ -196,7 +205,7 @@ def _rewrite(m: _Mixture) -> None:
     gate = m.experts[0].gate
     x, ids, weights = (
         n if tensor(n).dim() == 2 else edit.call(A.reshape.default, n, [-1, int(tensor(n).shape[-1])])
-        for n in (m.choice.x, m.choice.ids, m.choice.weights)
+        for n in (m.choice.x, _narrow(m.choice.ids), m.choice.weights)
     )
     w13, b13, turned = _joined(edit, [e.ups for e in m.experts])
     w2, b2, turned2 = _joined(edit, [(e.down,) for e in m.experts])
@@ -210,6 +219,13 @@ def _rewrite(m: _Mixture) -> None:
     for other in m.extra:
         out = edit.call(A.add.Tensor, out, other)
     edit.replace(m.ends, out)
+
+
+def _narrow(ids: Node) -> Node:
+    """Ids before a cast from one integer type to another: the op takes any."""
+    while is_op(ids, *CASTS) and tensor(operand(ids)).dtype in (torch.int32, torch.int64):
+        ids = operand(ids)
+    return ids
 
 
 def _joined(edit: Editor, parts: Sequence[Sequence[Projection]]) -> tuple[Node, Node | None, bool]:

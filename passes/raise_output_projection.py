@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -40,9 +40,9 @@ class RaiseOutputProjection:
     Before: `linear(index(x[1,T,H], [None, rows]), w)`, or `linear(x[1,T,H], w)` in a model that gives all logits
     After:  `output_projection(x, rows, w, None)`
     Where the model selects nothing, the program gets the input `rows` i64[N] and the output becomes [N, V]. Softcap,
-    scale and casts after the linear stay as they are, on N rows.
-    Left alone: programs whose result comes of no linear (their rows are selected from the finished logits), and a
-    selection that is not directly around the linear.
+    scale and casts after the linear stay as they are, on N rows; a batch dimension of one is dropped.
+    Left alone: a selection further in front of the linear, which saves more, and programs with several results. Where
+    the result comes of no linear, the rows are selected from the finished logits.
     """
 
     name: ClassVar[str] = "raise-output-projection"
@@ -52,7 +52,7 @@ class RaiseOutputProjection:
     breaks: ClassVar[frozenset[Fact]] = NONE
 
     def run_program(self, program: Program, ctx: PassContext) -> Program:
-        call: Any = operand(_output(program.skeleton))
+        call = operand(_output(program.skeleton))
         if not isinstance(call, Node) or call.op != "call_module":
             ctx.graph = "skeleton"
             ctx.miss(_output(program.skeleton), "the program's result is not the one output of a block")
@@ -60,22 +60,35 @@ class RaiseOutputProjection:
         name = str(call.target)
         ctx.graph, ctx.layers = name, tuple(program.layers_of(name))
         gm = program.blocks[name]
-        result = operand(_output(gm))
-        found = _final(result)
-        if isinstance(found, _Final):
-            changed = ctx.claim(found.node, "final linear on the wanted rows") and _project(program, name, found)
-        elif found:
-            ctx.miss(result, found)
-            changed = _over_tokens(program, result) and ctx.claim(result, "wanted rows of finished logits")
-            if changed:
-                _select_late(program, name, result)
-        else:
-            changed = False
-        if changed:
-            _as_rows(gm)
+        if _on_wanted_rows(program, name, ctx) or _batched(gm, ctx):
             revalue(gm)
+            _drop_batch(gm)
             revalue_calls(program, name)
         return program
+
+
+def _on_wanted_rows(program: Program, name: str, ctx: PassContext) -> bool:
+    """Rewrite the end of a block; whether it changed."""
+    result = operand(_output(program.blocks[name]))
+    found = _final(result)
+    if isinstance(found, _Final):
+        if not (found.before or found.behind or _over_tokens(program, operand(found.node))):
+            ctx.miss(found.node, "the rows are selected before other work on them")
+            return False
+        return ctx.claim(found.node, "final linear on the wanted rows") and _project(program, name, found)
+    if found:
+        ctx.miss(result, found)
+    if not found or not _over_tokens(program, result) or not ctx.claim(result, "wanted rows of finished logits"):
+        return False
+    out = _output(program.blocks[name])
+    out.args = (Editor(out.graph, out).call(A.index_select.default, result, -2, _rows(program, name)),)
+    return True
+
+
+def _batched(gm: GraphModule, ctx: PassContext) -> bool:
+    """Whether a result that is on the wanted rows already has a batch dimension to drop."""
+    result = operand(_output(gm))
+    return tensor(result).dim() == 3 and ctx.claim(result, "one sequence has no batch dimension")
 
 
 def _output(gm: GraphModule) -> Node:
@@ -148,14 +161,8 @@ def _rows(program: Program, block: str) -> Node:
     return block_input(program, block, source)
 
 
-def _select_late(program: Program, block: str, result: Node) -> None:
-    out = _output(program.blocks[block])
-    out.args = (Editor(out.graph, out).call(A.index_select.default, result, -2, _rows(program, block)),)
-
-
-def _as_rows(gm: GraphModule) -> None:
+def _drop_batch(gm: GraphModule) -> None:
     """[1, N, V] -> [N, V] at the end of the graph."""
-    revalue(gm)
     out = _output(gm)
     result = operand(out)
     if tensor(result).dim() == 3:

@@ -42,6 +42,7 @@ _HEADERS = (
     "cpu_common/tensors.h",
     "cpu_attention/batch.h",
     "cpu_attention/page.h",
+    "cpu_attention/plan.h",
     "cpu_attention/attend.h",
     "cpu_experts/activation.h",
 )

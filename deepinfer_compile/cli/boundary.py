@@ -46,7 +46,12 @@ def guarded(command: F) -> F:
             if err.errno == errno.EPIPE or os.environ.get(TRACEBACK) == "1":
                 raise
             text = f"{err.strerror or err}: {err.filename}" if err.filename else str(err)
-            found = {"error": type(err).__name__, "what": text, "where": str(err.filename or ""), "try": ""}
+            found: dict[str, object] = {
+                "error": type(err).__name__,
+                "what": text,
+                "where": str(err.filename or ""),
+                "try": "",
+            }
             _report(found, text, bool(options.get("as_json")))
             raise typer.Exit(1) from None
 

@@ -21,7 +21,9 @@ WAIVE_OPTION = typer.Option(metavar="PASS", help="A pass that may miss what it m
 
 @guarded
 def build(
-    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face folder with config and safetensors.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL_DIR", help="Hugging Face folder with config and safetensors.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Where the bundle goes.")],
     target: Annotated[list[str] | None, typer.Option(help="Where it will run; may be repeated. Default: cpu.")] = None,
     dtype: Annotated[str, DTYPE_OPTION] = "auto",
@@ -49,9 +51,7 @@ def build(
     options |= {"weights": weights, "waive": waived(waive)}
     observers = watchers(dump, print_after, to_stderr=as_json)
     with Stages(live=print_after is None) as stages:
-        files = deepinfer_compile.build(
-            model, out, target or "cpu", observers=observers, progress=stages, **options
-        )
+        files = deepinfer_compile.build(model, out, target or "cpu", observers=observers, progress=stages, **options)
     found = describe_bundle(files)
     if as_json:
         print_json({**found, "stages": {name: round(s, 3) for name, s in stages.seconds.items()}})

@@ -148,7 +148,9 @@ def _print(found: dict[str, Any]) -> None:
     weights = found["weights"]
     for kind, words in (("only_a", "only in a"), ("only_b", "only in b"), ("changed", "changed")):
         if weights[kind]:
-            console.print(f"weights: {plural(len(weights[kind]), 'tensor')} {words}: {few(weights[kind])}", soft_wrap=True)
+            console.print(
+                f"weights: {plural(len(weights[kind]), 'tensor')} {words}: {few(weights[kind])}", soft_wrap=True
+            )
     for name, words in found["files"].items():
         console.print(f"{name}: {words}", soft_wrap=True)
     if not weights["compared"]:

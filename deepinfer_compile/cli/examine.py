@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from deepinfer_compile.capture import capture
-from deepinfer_compile.errors import CompileError
-from deepinfer_compile.graph import is_op
+from deepinfer_compile.errors import CompileError, UnsupportedConstruct
 from deepinfer_compile.models import tiny
 from deepinfer_compile.observe import TOLERANCES, relative
 from deepinfer_compile.ops import find
 from deepinfer_compile.phases import phase_programs
 from deepinfer_compile.presets import default
 from deepinfer_compile.program import Program
-from deepinfer_compile.replay import logits_of, vocabulary, weights_from
+from deepinfer_compile.replay import logits_of, weights_from
 
 TOKENS = 45
 ROWS = (0, 7, 30, 44)
@@ -35,12 +34,13 @@ LIMIT = TOLERANCES[torch.float32]
 class Row:
     """What was found of one architecture.
 
-    stage: how far it came (eager, capture, passes, programs, done). blocks: distinct layer graphs. operations: calls of
-    dialect operations over the whole model, in the decode program. error: largest difference of the programs' logits
-    from eager's, over the largest logit. problem: why it stopped, with the place where known.
+    kind: Transformers' model type. stage: how far it came (eager, capture, passes, programs, done). blocks: distinct
+    layer graphs. operations: calls of dialect operations over the whole model, in the decode program. error: largest
+    difference of the programs' logits from eager's, over the largest logit. problem: why it stopped, and where.
     """
 
     architecture: str
+    kind: str = ""
     model: str = ""
     stage: str = "eager"
     layers: int = 0
@@ -76,7 +76,9 @@ def examine(name: str) -> Row:
 
 
 def _fill(row: Row) -> None:
-    model = tiny.make(row.architecture)
+    config = tiny.config(row.architecture)
+    row.kind = str(config.model_type)
+    model = tiny.randomised(config)
     row.model = type(model).__name__
     row.layers = int(getattr(model.config, "num_hidden_layers", 0))
     ids = sample_ids(int(model.config.vocab_size))
@@ -86,6 +88,11 @@ def _fill(row: Row) -> None:
     row.stage = "passes"
     packed, _ = default().run(captured)
     programs, _ = phase_programs(packed, {})
+    if not packed.caches:
+        raise UnsupportedConstruct(
+            construct="attention written out in the model's own code, which was not recognised",
+            fix="use a model whose attention goes through Transformers' attention interface",
+        )
     row.stage = "programs"
     row.blocks = sum(bool(packed.layers_of(block)) for block in packed.blocks)
     row.operations = count_operations(programs.get("decode", packed))

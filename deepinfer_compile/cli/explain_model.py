@@ -51,9 +51,7 @@ def explain(
 
 def explain_compiled(compiled: Compiled) -> dict[str, Any]:
     """All remarks by kind of layer, program and pass, with their reasons counted."""
-    layers = {
-        block: program.layers_of(block) for program in compiled.programs.values() for block in program.blocks
-    }
+    layers = {block: program.layers_of(block) for program in compiled.programs.values() for block in program.blocks}
     kinds: dict[str, dict[str, Any]] = {block: _kind(block, at) for block, at in layers.items()}
     for program, records in compiled.records.items():
         for record in records:
@@ -115,7 +113,11 @@ def _print(found: dict[str, Any], console: Console) -> None:
     if "traced_all_because" in found["info"]:
         console.print(f"all layers were traced: {found['info']['traced_all_because']}", soft_wrap=True)
     for kind in found["kinds"]:
-        at = f"layers {ranges(kind['layers'])} ({len(kind['layers'])}), {kind['name']}" if kind["layers"] else kind["name"]
+        at = (
+            f"layers {ranges(kind['layers'])} ({len(kind['layers'])}), {kind['name']}"
+            if kind["layers"]
+            else kind["name"]
+        )
         console.print(f"\n{at}", style="bold")
         if not kind["passes"]:
             console.print("  no pass had anything to do here")
@@ -135,7 +137,11 @@ def _print_pass(p: dict[str, Any], console: Console) -> None:
         console.print(f"             {count} x {reason}", soft_wrap=True)
     for reason, nodes, place in _grouped(p["missed"]):
         at = f" ({place})" if place else ""
-        console.print(f"             missed {plural(len(nodes), 'node')}: {reason}: {nodes[0]}{at}", style="yellow", soft_wrap=True)
+        console.print(
+            f"             missed {plural(len(nodes), 'node')}: {reason}: {nodes[0]}{at}",
+            style="yellow",
+            soft_wrap=True,
+        )
 
 
 def _grouped(missed: Iterable[dict[str, str]]) -> list[tuple[str, list[str], str]]:

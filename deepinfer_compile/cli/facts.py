@@ -7,8 +7,8 @@ from math import prod
 from typing import Any
 
 from deepinfer_compile.bundle import LEDGER, BundleFiles, torch_dtype
-from deepinfer_compile.runtime.pages import demand, pages_for
 from deepinfer_compile.runtime.batch import PAGE_SIZE, CacheGroup
+from deepinfer_compile.runtime.pages import demand, pages_for
 
 WHOLE_STEP = 2048
 """New tokens of one step, for what a window layer must hold: the loader's default."""
@@ -29,7 +29,9 @@ def describe_bundle(files: BundleFiles) -> dict[str, Any]:
         "cache_bytes_per_token": sum(c["bytes_per_token"] * len(c["layers"]) for c in caches),
         "cache_bytes_per_request": sum(_request_bytes(c, limit) for c in caches),
         "variants": manifest.variants,
-        "passes": [{"program": k, **record} for k, records in manifest.build.get("passes", {}).items() for record in records],
+        "passes": [
+            {"program": k, **record} for k, records in manifest.build.get("passes", {}).items() for record in records
+        ],
         "waivers": list(manifest.waivers),
         "weights": _weights(files),
         "tokenizer": {"present": bool(manifest.tokenizer), "chat": bool(manifest.tokenizer.get("chat_template"))},
@@ -74,7 +76,13 @@ def describe_caches(program: dict[str, Any], section: dict[str, Any]) -> list[di
         window = int(program["windows"][c["group"]])
         key = (c["kind"], window, c["dtype"], tuple(c["shape"]))
         per_token = prod(c["shape"]) * torch_dtype(c["dtype"]).itemsize / page
-        made = {"kind": c["kind"], "window": window, "dtype": c["dtype"], "shape": c["shape"], "bytes_per_token": per_token}
+        made = {
+            "kind": c["kind"],
+            "window": window,
+            "dtype": c["dtype"],
+            "shape": c["shape"],
+            "bytes_per_token": per_token,
+        }
         found.setdefault(key, {**made, "layers": []})["layers"].append(int(c["layer"]))
     return list(found.values())
 

@@ -29,8 +29,8 @@ from deepinfer_compile.program import Program
 from deepinfer_compile.replay import random_weights, weights_from
 from deepinfer_compile.runtime.loading import free_memory
 
-COPIES = 2 + 8
-"""Bytes that a replay holds for each weight: as it is (at most 4, often mapped), and in fp64."""
+REPLAY_BYTES = 4 + 8
+"""What a replay holds of each weight: its own value (at most 4 bytes) and the one widened to fp64."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def open_values(model: str, *, random: bool = False) -> Subject:
     source = open_graph(model)
     program = with_constants(capture(source.model), source)
     count = sum(_size(r.shape) for r in program.weights.values() if r.value is None)
-    need, free = count * COPIES, free_memory()
+    need, free = count * REPLAY_BYTES, free_memory()
     if need > free:
         reason = f"replay in fp64 needs {need / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
         raise BadOption(name="model", value=model, reason=reason, fix="name a tiny model by its architecture instead")

@@ -48,7 +48,7 @@ def compare(
 ) -> dict[str, Any]:
     """Errors per sample, the limit and the verdict, as plain data. Raises NotAModelFolder and what loading raises."""
     given = folder if files.manifest.weights.mode != "copy" else None
-    executor = open_executor(files, target, native, given)
+    executor, _ = open_executor(files, target, native, given)
     samples = make_samples(files, executor.max_model_len)
     got, programs = bundle_logits(executor, samples)
     want = folder_logits(folder, samples, torch.float32)
@@ -157,9 +157,7 @@ def folder_logits(folder: Path, samples: Sequence[Sample], dtype: torch.dtype) -
     return [eager_logits(model, s.ids, range(len(s.ids))) for s in samples]
 
 
-def _limit(
-    files: BundleFiles, folder: Path, samples: Sequence[Sample], want: Sequence[Tensor]
-) -> tuple[float, str]:
+def _limit(files: BundleFiles, folder: Path, samples: Sequence[Sample], want: Sequence[Tensor]) -> tuple[float, str]:
     """The largest error allowed, and what it is. A narrow type is judged against its own eager error."""
     types = {c.dtype for c in files.manifest.constants.values()}
     if "bfloat16" not in types:

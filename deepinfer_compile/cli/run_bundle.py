@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from deepinfer_compile.runtime.outputs import RequestOutput
     from deepinfer_compile.runtime.params import SamplingParams
 
+MOST_REQUESTS = 64
+"""Requests that run at once; more wait."""
 FILE_HELP = "Prompt from a file (- is stdin); *.json and *.jsonl hold text, ids or chat messages, one prompt a line."
 
 
@@ -46,7 +48,9 @@ def run(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
     stop_id: Annotated[list[int] | None, typer.Option(help="A token id that ends it; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes; with --json, a line a piece.")] = False,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print text as it comes; with --json, a line a piece.")
+    ] = False,
     target: Annotated[str | None, typer.Option(help="Which of the bundle's targets.")] = None,
     graph_only: Annotated[bool, typer.Option("--graph-only", help="Load no native code (slow).")] = False,
     max_model_len: Annotated[int | None, typer.Option(help="Longest context of this run.")] = None,
@@ -55,7 +59,6 @@ def run(
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
     """Complete a prompt with a bundle. Text goes to stdout, tokens per second to stderr."""
-    import deepinfer_compile
     from deepinfer_compile.bundle import read_bundle
 
     tokenizer = read_bundle(bundle).manifest.tokenizer
@@ -68,26 +71,24 @@ def run(
         "ignore_eos": ignore_eos or None,
     }  # fmt: skip
     params = prompts.parameters(named, tokenizer.get("generation_config", {}))
-    if stream and not as_json and len(given) * params.n > 1:
-        raise usage("--stream", "True", "the pieces of several completions would mix", "add --json, or leave it out")
-    begin = time.perf_counter()
-    llm = deepinfer_compile.load(
-        bundle,
-        target=target,
-        native=not graph_only,
-        check="full" if full_check else "lazy",
-        max_model_len=max_model_len,
-        max_num_seqs=max(1, min(64, len(given) * params.n)),
-        checkpoint=checkpoint,
-    )
-    loaded = time.perf_counter() - begin
     answers = Answers(show=stream and not as_json, lines=stream and as_json, plain_ids=not tokenizer)
+    if answers.show and len(given) * params.n > 1:
+        raise usage("--stream", True, "the pieces of several completions would mix", "add --json, or leave it out")
+    options = {"target": target, "native": not graph_only, "max_model_len": max_model_len, "checkpoint": checkpoint}
+    llm, loaded = _load(bundle, len(given) * params.n, full_check, options)
     answers.collect(llm, given, params)
-    if as_json and not stream:
-        print_json({**answers.as_json(), "load_seconds": round(loaded, 3)})
-    elif not as_json:
-        answers.print_rest()
+    answers.finish(as_json, loaded)
     stderr().print(f"loaded in {loaded:.2f} s; {answers.timing()}; {prompts.in_words(params)}")
+
+
+def _load(bundle: Path, requests: int, full_check: bool, options: dict[str, Any]) -> tuple[LLM, float]:
+    """The loaded bundle, with caches for this many requests at most, and the seconds it took."""
+    import deepinfer_compile
+
+    begin = time.perf_counter()
+    seats = max(1, min(MOST_REQUESTS, requests))
+    check = "full" if full_check else "lazy"
+    return deepinfer_compile.load(bundle, check=check, max_num_seqs=seats, **options), time.perf_counter() - begin
 
 
 @dataclass
@@ -144,9 +145,12 @@ class Answers:
                 line = {"prompt": prompt, "index": piece.index, "text": text, "token_ids": piece.token_ids}
                 print(json.dumps({**line, "finish_reason": piece.finish_reason}), flush=True)
 
-    def print_rest(self) -> None:
-        """The texts, unless they were shown as they came; several are separated by a line that names the prompt."""
-        if self.show:
+    def finish(self, as_json: bool, loaded: float) -> None:
+        """Print what was not shown as it came; several texts are separated by a line that names the prompt."""
+        if self.show or self.lines:
+            return
+        if as_json:
+            print_json({**self.as_json(), "load_seconds": round(loaded, 3)})
             return
         for answer in self.ordered():
             if len(self.found) > 1:

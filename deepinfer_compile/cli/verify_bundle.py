@@ -87,7 +87,9 @@ def _print(found: dict[str, Any]) -> None:
         shown.add_row(s["name"], str(s["tokens"]), ", ".join(s["programs"]), error, agree)
     console.print(shown)
     verdict = "within" if found["ok"] else "beyond"
-    console.print(f"{verdict} the limit of {parity['limit']:.1e} ({parity['limit_is']})", style="" if found["ok"] else "red")
+    console.print(
+        f"{verdict} the limit of {parity['limit']:.1e} ({parity['limit_is']})", style="" if found["ok"] else "red"
+    )
 
 
 __all__ = ["verify"]

@@ -80,11 +80,6 @@ class ProgramRunner:
             )
         return held
 
-    def rebind(self, weights: Mapping[str, Tensor], data: Mapping[str, Any]) -> None:
-        """Use other tensors for the weights."""
-        for name, spec in data["weights"].items():
-            self.initial[self.place[name]] = weights[spec["tensor"]]
-
     def bind(self, name: str, held: Tensor) -> None:
         """Give a cache (or another lasting input) its tensor."""
         self.initial[self.place[name]] = held

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import deepinfer_compile.ops  # noqa: F401  (graphs name the dialect's operations)
-from deepinfer_compile.bundle import BundleFiles, read_bundle
-from deepinfer_compile.errors import BadOption, BundleCorrupt, ContextTooLong, WrongTarget
+from deepinfer_compile.bundle import BundleFiles, Checkpoint, read_bundle, reload_into
+from deepinfer_compile.errors import BadOption, BadRequest, BundleCorrupt, ContextTooLong, WrongTarget
 from deepinfer_compile.runtime.executor import BundleExecutor, ProgramRunner, Runner
 from deepinfer_compile.runtime.interpret import GraphFunction
 from deepinfer_compile.runtime.llm import LLM
@@ -23,6 +23,23 @@ ISA_FLAGS = {
     "x86-64-v3": ("avx2", "fma", "bmi2", "f16c"),
     "x86-64-v4": ("avx2", "fma", "bmi2", "f16c", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
 }
+
+
+class BundleLLM(LLM):
+    """The engine of a loaded bundle: `LLM`, and its weights can be exchanged in place."""
+
+    files: BundleFiles
+    weights: dict[str, Tensor]
+
+    def reload(self, checkpoint: str | Path) -> None:
+        """Take the weights of another checkpoint of the same model, in place; on any error none is changed.
+
+        Every tensor follows by the bundle's own recipes. Cached context of running requests would not fit the new weights,
+        so there must be none. Raises BadRequest, and what reading a checkpoint raises.
+        """
+        if self.active:
+            raise BadRequest(request=self.active[0], reason="it is running", fix="reload when all requests are done")
+        reload_into(self.weights, self.files.ledger(), Checkpoint.open(Path(checkpoint)))
 
 
 def load(
@@ -36,7 +53,7 @@ def load(
     max_num_batched_tokens: int = 2048,
     memory_fraction: float = 0.5,
     checkpoint: str | Path | None = None,
-) -> LLM:
+) -> BundleLLM:
     """Open a bundle and make it ready to generate.
 
     native False runs the graphs on reference operations (slow, no native code is loaded). check: "lazy" verifies
@@ -50,10 +67,10 @@ def load(
     built = int(files.manifest.model["max_model_len"])
     if max_model_len is not None and not 0 < max_model_len <= built:
         raise ContextTooLong(request="load", needed=max_model_len, limit=built, built=built)
-    executor = open_executor(files, target, native, Path(checkpoint) if checkpoint else None)
+    executor, weights = open_executor(files, target, native, Path(checkpoint) if checkpoint else None)
     codec = _codec(files)
     eos = tuple(files.manifest.model.get("eos_token_ids", ()))
-    return LLM(
+    llm = BundleLLM(
         executor,
         codec,
         max_num_seqs=max_num_seqs,
@@ -62,12 +79,14 @@ def load(
         max_model_len=max_model_len,
         eos_token_ids=eos,
     )
+    llm.files, llm.weights = files, weights
+    return llm
 
 
 def open_executor(
     files: BundleFiles, target: str | None = None, native: bool = True, checkpoint: Path | None = None
-) -> BundleExecutor:
-    """The executor of a checked bundle."""
+) -> tuple[BundleExecutor, dict[str, Tensor]]:
+    """The executor of a checked bundle, and the tensors that it runs on by name."""
     variant = _variant(files, target, native)
     weights: Mapping[str, Tensor] = files.weights(checkpoint)
     runners = _Runners(files, variant)
@@ -81,7 +100,7 @@ def open_executor(
         bound = {block: runners.get(digest) for block, digest in data["blocks"].items()}
         programs[name] = ProgramRunner(data, bound, held, entry["file"])
     model = files.manifest.model
-    return BundleExecutor(
+    executor = BundleExecutor(
         programs,
         model["windows"],
         int(model["vocab_size"]),
@@ -89,6 +108,7 @@ def open_executor(
         float(model["crossover"]),
         torch.device("cpu"),
     )
+    return executor, held
 
 
 def _variant(files: BundleFiles, target: str | None, native: bool) -> dict[str, Any] | None:
