@@ -160,7 +160,7 @@ def _batched(node: Node) -> Projection | None:
 def _repeats_over_experts(node: Node) -> bool:
     """Whether a call only adds or widens the leading expert axis."""
     if is_op(node, A.unsqueeze.default):
-        return node.args[1] == 0
+        return bool(node.args[1] == 0)
     source, made = tensor(operand(node)), tensor(node)
     if is_op(node, A.repeat.default) and any(r != 1 for r in argument(node, "repeats")[1:]):
         return False

@@ -1,24 +1,49 @@
 """The pipelines as literal tuples: reading this file is reading the compiler.
 
-RAISE turns ATen into the dialect. PACK turns one sequence into packed requests with caches. PHASES says how the programs
-of a bundle differ. What a target adds (`Target.lowering`) comes after.
+RAISE turns ATen into the dialect. PACK turns one sequence into packed requests with caches, and proves that they cannot
+see each other. PHASES says how the programs of a bundle differ. What a target adds (`Target.lowering`) comes after.
 """
 
 from __future__ import annotations
 
 from deepinfer_compile.passbase import Pass
+from deepinfer_compile.passes.bind_positions import BindPositions
 from deepinfer_compile.passes.cache_attention import CacheAttention
 from deepinfer_compile.passes.canonicalize import Canonicalize
+from deepinfer_compile.passes.choose_latent_form import ChooseLatentForm
+from deepinfer_compile.passes.fuse_add_norm import FuseAddNorm
+from deepinfer_compile.passes.prove_rowwise import ProveRowwise
+from deepinfer_compile.passes.raise_activation import RaiseActivation
+from deepinfer_compile.passes.raise_experts import RaiseExperts
+from deepinfer_compile.passes.raise_latent_attention import RaiseLatentAttention
+from deepinfer_compile.passes.raise_output_projection import RaiseOutputProjection
+from deepinfer_compile.passes.raise_rms_norm import RaiseRmsNorm
+from deepinfer_compile.passes.raise_rope import RaiseRope
+from deepinfer_compile.passes.raise_router import RaiseRouter
 from deepinfer_compile.pipeline import Pipeline
 
-RAISE: tuple[Pass, ...] = (Canonicalize(),)
+RAISE: tuple[Pass, ...] = (
+    Canonicalize(),
+    RaiseRmsNorm(),
+    RaiseRope(),
+    RaiseRouter(),
+    RaiseExperts(),
+    RaiseActivation(),
+    RaiseLatentAttention(require=True),
+    BindPositions(),
+    RaiseOutputProjection(),
+)
 
-PACK: tuple[Pass, ...] = (CacheAttention(),)
+PACK: tuple[Pass, ...] = (
+    CacheAttention(),
+    ProveRowwise(),
+    FuseAddNorm(),
+)
 
 PHASES: dict[str, tuple[Pass, ...]] = {
-    "prefill": (),
-    "decode": (),
-    "verify": (),
+    "prefill": (ChooseLatentForm(form="expanded"),),
+    "decode": (ChooseLatentForm(form="absorbed"),),
+    "verify": (ChooseLatentForm(form="absorbed"),),
 }
 
 

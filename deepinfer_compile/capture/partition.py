@@ -171,12 +171,13 @@ class _Skeleton:
                 self.env[node] = self.graph.placeholder(node.name)
                 self.env[node].meta = dict(node.meta)
         self.tail = self.graph.output(())
+        self.first = self.tail
+        """The first node that is no input: weights are inserted before it."""
 
     def weight(self, ref: WeightRef, meta: dict[str, Any]) -> Node:
         """The skeleton input for a weight, made once a name."""
         if ref.name not in self.holes:
-            last = next(n for n in self.graph.nodes if n.op != "placeholder")
-            with self.graph.inserting_before(last):
+            with self.graph.inserting_before(self.first):
                 node = self.graph.placeholder("w_" + re.sub(r"\W", "_", ref.name))
             node.meta = {"val": meta["val"], "weight": ref.name}
             self.holes[ref.name] = node
@@ -206,6 +207,7 @@ class _Skeleton:
             args.append(self.weight(ref, flat[name].meta))
         with self.graph.inserting_before(self.tail):
             node = self.graph.call_module(block, tuple(args))
+        self.first = node if self.first is self.tail else self.first
         vals = [value(n) for n in piece.gives]
         node.meta = {"val": vals[0] if len(vals) == 1 else tuple(vals), "layer": layer}
         if len(vals) == 1:

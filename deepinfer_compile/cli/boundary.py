@@ -37,7 +37,7 @@ def guarded(command: F) -> F:
         except CompileError as err:
             if os.environ.get(TRACEBACK) == "1":
                 raise
-            _report(err.as_json(), message(err), bool(options.get("as_json")))
+            _report({**err.as_json(), "notes": notes(err)}, message(err), bool(options.get("as_json")))
             raise typer.Exit(err.exit_code) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
@@ -60,7 +60,12 @@ def guarded(command: F) -> F:
 
 def message(err: CompileError) -> str:
     """The whole message of an error, with the notes that were added to it on its way."""
-    return "\n".join([str(err), *(f"  {note}" for note in getattr(err, "__notes__", ()))])
+    return "\n".join([str(err), *(f"  {note}" for note in notes(err))])
+
+
+def notes(err: CompileError) -> list[str]:
+    """What was added to an error on its way."""
+    return list(getattr(err, "__notes__", ()))
 
 
 def _report(data: dict[str, object], text: str, as_json: bool) -> None:

@@ -1,11 +1,10 @@
-"""What the proof accepts is independent token by token, measured; what mixes tokens is refused, with the op and place."""
+"""What the proof accepts is independent token by token, measured; what mixes tokens is refused, with a reason."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,13 +26,13 @@ from deepinfer_compile.passes.raise_rms_norm import RaiseRmsNorm
 from deepinfer_compile.passes.raise_rope import RaiseRope
 from deepinfer_compile.program import Program
 from deepinfer_compile.replay import bind, weights_from
-from deepinfer_compile.rowwise import Kind, Rows, analyse
+from deepinfer_compile.rowwise import Rows, analyse
 from tests import models
 from tests.passes.harness import check_equal
 from tests.passes.stages import canonical, go_on
 
 RAISE = (RaiseRmsNorm(), RaiseRope(), RaiseActivation(), RaiseOutputProjection(), FuseAddNorm())
-WIDTH = 12
+WIDTH = 24
 IDS = torch.randint(0, 40, (1, 9), generator=torch.Generator().manual_seed(1))
 Step = Callable[["Small", Tensor, Tensor], Tensor]
 
@@ -67,9 +66,9 @@ def chosen_experts(m: Small, x: Tensor, ids: Tensor) -> Tensor:
 
 def grouped_router(m: Small, x: Tensor, ids: Tensor) -> Tensor:
     scores = x.view(-1, WIDTH).sigmoid()
-    groups = scores.view(-1, 3, 4).topk(2, dim=-1)[0].sum(-1).topk(2, dim=-1, sorted=False)[1]
+    groups = scores.view(-1, 3, 8).topk(2, dim=-1)[0].sum(-1).topk(2, dim=-1, sorted=False)[1]
     mask = torch.zeros_like(scores[:, :3]).scatter(1, groups, 1.0)
-    kept = mask.unsqueeze(-1).expand(-1, 3, 4).reshape(-1, WIDTH)
+    kept = mask.unsqueeze(-1).expand(-1, 3, 8).reshape(-1, WIDTH)
     picked = scores.masked_fill(~kept.bool(), -math.inf).topk(4, dim=-1)[1]
     weights = scores.gather(1, picked)
     return (weights / (weights.sum(-1, keepdim=True) + 1e-20))[None]
@@ -84,14 +83,14 @@ def dense_experts(m: Small, x: Tensor, ids: Tensor) -> Tensor:
 ROWWISE: dict[str, Step] = {
     "linear": lambda m, x, ids: m.linear(x) @ m.experts[0],
     "pointwise": lambda m, x, ids: torch.where(x > 0, x, m.table[0] * x) * ids[..., None],
-    "heads": lambda m, x, ids: x.view(1, -1, 3, 4).transpose(1, 2).softmax(-1).transpose(1, 2).reshape(1, -1, WIDTH),
+    "heads": lambda m, x, ids: x.view(1, -1, 3, 8).transpose(1, 2).softmax(-1).transpose(1, 2).reshape(1, -1, WIDTH),
     "norms": lambda m, x, ids: F.layer_norm(x, (WIDTH,)) + F.rms_norm(x, (WIDTH,)) + x.mean(-1, keepdim=True),
     "table by id": lambda m, x, ids: m.table[ids] + F.embedding(ids, m.table) + m.table.index_select(0, ids[0]),
     "outer product": lambda m, x, ids: (m.table[0][None, :, None] @ ids[:, None, :].float()).transpose(1, 2) + x,
-    "parts": lambda m, x, ids: torch.cat([*x.split([5, 7], -1)[::-1], torch.stack(x.chunk(2, -1), 2).flatten(2)], -1),
+    "parts": lambda m, x, ids: torch.cat([*x.split([5, 19], -1)[::-1], torch.stack(x.chunk(2, -1), 2).flatten(2)], -1),
     "padded": lambda m, x, ids: F.pad(x, (1, 2))[..., 3:].flip(-1).cumsum(-1).sort(-1)[0],
     "uniform rows": lambda m, x, ids: x + torch.ones(x.shape[1], 1) * m.table[1] + m.table[2].expand(x.shape[1], -1),
-    "complex": lambda m, x, ids: torch.view_as_real(torch.view_as_complex(x.view(1, -1, 6, 2)) * 1j).flatten(2),
+    "complex": lambda m, x, ids: torch.view_as_real(torch.view_as_complex(x.view(1, -1, 12, 2)) * 1j).flatten(2),
     "chosen experts": chosen_experts,
     "grouped router": grouped_router,
     "dense experts": dense_experts,
@@ -108,7 +107,7 @@ MIXED: dict[str, tuple[Step, str, str]] = {
     "first row": (lambda m, x, ids: x + x[:, :1], "aten.slice", "slices the token dimension"),
     "one row": (lambda m, x, ids: x + x[:, 0], "aten.select", "picks one element of the token dimension"),
     "cat": (lambda m, x, ids: torch.cat([x, x], 1), "aten.cat", "joins along the token dimension"),
-    "shift": (lambda m, x, ids: F.pad(x, (0, 0, 1, 0))[:, :-1], "aten.constant_pad_nd", "pads the token dimension"),
+    "shift": (lambda m, x, ids: F.pad(x, (0, 0, 1, 0))[:, :-1], "aten.pad", "pads the token dimension"),
     "scores": (lambda m, x, ids: x @ x.transpose(1, 2), "aten.matmul", "multiplies tokens with other tokens"),
     "contraction": (lambda m, x, ids: x.transpose(1, 2) @ x, "aten.matmul", "contracts the token dimension"),
     "einsum": (lambda m, x, ids: torch.einsum("btd,bsd->bts", x, x), "aten.einsum", "multiplies tokens with other"),
@@ -124,12 +123,14 @@ MIXED: dict[str, tuple[Step, str, str]] = {
         "attention that no pass has raised",
     ),
     "no rule": (
-        lambda m, x, ids: F.conv1d(x.transpose(1, 2), m.experts, padding=1),
+        lambda m, x, ids: F.conv1d(x.transpose(1, 2), m.experts[..., :3], padding=1),
         "aten.conv1d",
         "no rule says how it treats tokens",
     ),
     "random": (lambda m, x, ids: x + torch.rand_like(x), "aten.rand_like", "draws random numbers"),
 }
+MEASURABLE = ("mean", "sum of all", "softmax", "cumsum", "sort", "flip", "one row", "shift", "scores", "gather rows")
+"""Cases whose result has one row a token, which show that the measure of this file can fail."""
 
 
 def proven(model: nn.Module) -> Program:
@@ -177,31 +178,27 @@ def test_independent_steps_are_proven(case: str) -> None:
 @pytest.mark.parametrize("case", MIXED)
 def test_mixing_steps_are_refused(case: str) -> None:
     step, target, reason = MIXED[case]
-    program, _ = go_on(capture(Small(step)), Canonicalize(), BindPositions())
+    model = Small(step)
+    program, _ = go_on(capture(model), Canonicalize(), BindPositions())
     with pytest.raises(NotRowwise, match=reason) as caught:
         go_on(program, ProveRowwise())
+    if case in MEASURABLE:
+        assert mixes(program, model)
     assert caught.value.values["target"] == target
     assert "test_prove_rowwise.py" in caught.value.where
-
-
-def test_the_measure_sees_mixing() -> None:
-    """The oracle of the other tests can fail."""
-    for case in ("mean", "softmax", "cumsum", "flip", "scores", "gather rows"):
-        model = Small(MIXED[case][0])
-        assert mixes(go_on(capture(model), Canonicalize())[0], model), case
 
 
 PIECES: list[Step] = [
     lambda m, x, ids: m.linear(x),
     lambda m, x, ids: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1),
     lambda m, x, ids: x + m.table[ids],
-    lambda m, x, ids: x.view(1, -1, 3, 4).transpose(1, 2).cumsum(-1).transpose(1, 2).reshape(1, -1, WIDTH),
-    lambda m, x, ids: x.view(1, -1, 3, 4).transpose(1, 2).reshape(1, -1, WIDTH),
+    lambda m, x, ids: x.view(1, -1, 3, 8).transpose(1, 2).cumsum(-1).transpose(1, 2).reshape(1, -1, WIDTH),
+    lambda m, x, ids: x.view(1, -1, 3, 8).transpose(1, 2).reshape(1, -1, WIDTH),
     lambda m, x, ids: x.reshape(-1, 4).softmax(-1).reshape(1, -1, WIDTH),
     lambda m, x, ids: x.reshape(-1, 4).softmax(0).reshape(1, -1, WIDTH),
     lambda m, x, ids: x.transpose(1, 2).reshape(1, WIDTH, -1).transpose(1, 2),
     lambda m, x, ids: x.transpose(0, 1).transpose(0, 1),
-    lambda m, x, ids: torch.cat([x[..., 6:], -x[..., :6]], -1),
+    lambda m, x, ids: torch.cat([x[..., 12:], -x[..., :12]], -1),
     lambda m, x, ids: x - x.amax(1, keepdim=True),
     lambda m, x, ids: torch.einsum("btd,edh->beth", x, m.experts).sum(1),
     lambda m, x, ids: (x.permute(2, 0, 1) * 2).permute(1, 2, 0),
@@ -211,7 +208,7 @@ PIECES: list[Step] = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_programs(seed: int) -> None:
     """Whatever chain of steps the proof accepts does not mix tokens."""
     draw = random.Random(seed)
@@ -245,7 +242,7 @@ def test_every_piece_is_judged_as_measured(piece: int) -> None:
     assert accepted != mixes(program, model)
 
 
-# -- wanted rows and metadata -------------------------------------------------------------------------------------------
+# -- wanted rows and metadata ------------------------------------------------------------------------------------------
 
 
 class Picks(nn.Module):
@@ -273,10 +270,8 @@ def test_computed_rows_are_refused() -> None:
 
 def test_batch_metadata_is_for_attention_only() -> None:
     """A pass that lets another op read a cache or the metadata is caught."""
-    model, before = canonical("llama")
+    _, before = canonical("llama")
     after, _ = go_on(before, BindPositions(), CacheAttention())
-    gm = after.clone().blocks["layer0"]
-    cached = next(n for n in gm.graph.nodes if "cached_attention" in str(n.target))
     bad = after.clone()
     graph = bad.blocks["layer0"].graph
     hole = next(n for n in graph.nodes if n.name == "seq_len")
@@ -289,8 +284,7 @@ def test_batch_metadata_is_for_attention_only() -> None:
     out.args = (leak,)
     with pytest.raises(NotRowwise, match="batch metadata or a cache"):
         analyse(bad)
-    assert analyse(after) is not None
-    assert cached is not None
+    assert analyse(after) == Rows("rows", 0)
 
 
 def test_unknown_dialect_op_is_refused() -> None:
@@ -299,7 +293,7 @@ def test_unknown_dialect_op_is_refused() -> None:
     library.impl("rowwise_probe", lambda x: x.clone(), "CompositeExplicitAutograd")
     torch.library.register_fake("deepinfer::rowwise_probe", lambda x: torch.empty_like(x), lib=library)
     model = Small(lambda m, x, ids: torch.ops.deepinfer.rowwise_probe(x))
-    with pytest.raises(NotRowwise, match="deepinfer.rowwise_probe.*no rule"):
+    with pytest.raises(NotRowwise, match=r"deepinfer\.rowwise_probe.*no rule"):
         proven(model)
 
 
@@ -315,5 +309,3 @@ def test_explicit_mask_is_refused() -> None:
 def test_constants_may_mix_with_themselves() -> None:
     program = proven(Small(lambda m, x, ids: x + m.table.softmax(0).flip(0)[:1].cumsum(0)))
     assert analyse(program) == Rows("tokens", 1)
-    plain = replace(program, facts=frozenset())
-    assert Kind.CONST is not analyse(plain)

@@ -1,0 +1,152 @@
+"""`run`: the text of a bundle is what the model itself would write, however it is asked for and shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepinfer_compile.cli.prompts import in_words, parameters, token_ids
+from deepinfer_compile.errors import BadOption
+from tests.cli.conftest import Run, Toy, document
+
+IDS = [5, 900, 17, 17, 300]
+
+
+def words(ids: list[int]) -> str:
+    return " ".join(f"w{i}" for i in ids)
+
+
+def test_ids_give_what_eager_gives(cli: Run, toy: Toy) -> None:
+    result = cli("run", toy.bundle, "--graph-only", "--ids", "5,900,17, 17 300", "--max-tokens", 6, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = document(result)
+    (answer,) = found["outputs"]
+    assert answer["prompt_token_ids"] == IDS
+    assert answer["token_ids"] == toy.greedy(IDS, 6)
+    assert answer["text"] == words(answer["token_ids"])
+    assert answer["finish_reason"] == "length"
+    assert found["tokens"] == 6
+    assert "greedy" in result.stderr
+    assert "tokens/s" in result.stderr
+
+
+def test_a_prompt_is_a_chat_turn_unless_raw(cli: Run, toy: Toy) -> None:
+    base = ("run", toy.bundle, "--graph-only", "--max-tokens", 3, "--json")
+    asked = {
+        ("--prompt", "w3 w4"): [9, 3, 4, 8, 7],
+        ("--chat", "w3 w4"): [9, 3, 4, 8, 7],
+        ("--prompt", "w3 w4", "--system", "w5"): [9, 5, 8, 9, 3, 4, 8, 7],
+        ("--prompt", "w3 w4", "--raw"): [3, 4],
+    }
+    for args, ids in asked.items():
+        (answer,) = document(cli(*base, *args))["outputs"]
+        assert answer["prompt_token_ids"] == ids, args
+        assert answer["token_ids"] == toy.greedy(ids, 3)
+
+
+def test_streamed_text_is_the_text(cli: Run, toy: Toy) -> None:
+    base = ("run", toy.bundle, "--graph-only", "--prompt", "w3", "--max-tokens", 7)
+    whole, streamed = cli(*base), cli(*base, "--stream")
+    assert whole.stdout == streamed.stdout == words(toy.greedy([9, 3, 8, 7], 7)) + "\n"
+    lines = [json.loads(line) for line in cli(*base, "--stream", "--json").stdout.splitlines()]
+    assert len(lines) > 1
+    assert "".join(line["text"] for line in lines) + "\n" == whole.stdout
+    assert [line["finish_reason"] for line in lines[:-1]] == [None] * (len(lines) - 1)
+    assert lines[-1]["finish_reason"] == "length"
+
+
+def test_a_file_of_three_prompts(cli: Run, toy: Toy, tmp_path: Path) -> None:
+    file = tmp_path / "three.jsonl"
+    prompts: list[Any] = [[5, 6], "w3", [{"role": "user", "content": "w4 w5"}]]
+    file.write_text("\n".join(map(json.dumps, prompts)) + "\n\n")
+    base = ("run", toy.bundle, "--graph-only", "--max-tokens", 5)
+    found = document(cli(*base, "--file", file, "--json"))["outputs"]
+    asked = [[5, 6], [9, 3, 8, 7], [9, 4, 5, 8, 7]]
+    assert [a["prompt_token_ids"] for a in found] == asked
+    assert [a["token_ids"] for a in found] == [toy.greedy(ids, 5) for ids in asked]
+    text = cli(*base, "--file", file).stdout
+    assert text.count("--- prompt") == 3
+    assert cli(*base, "--file", file, "--stream").exit_code == 2
+    pieces = [json.loads(line) for line in cli(*base, "--file", file, "--stream", "--json").stdout.splitlines()]
+    for i, ids in enumerate(asked):
+        assert sum((p["token_ids"] for p in pieces if p["prompt"] == i), []) == toy.greedy(ids, 5)
+
+
+def test_text_from_a_file_and_from_stdin(cli: Run, toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("w3 w4")
+    base = ("run", toy.bundle, "--graph-only", "--raw", "--max-tokens", 3)
+    wanted = words(toy.greedy([3, 4], 3)) + "\n"
+    assert cli(*base, "--file", tmp_path / "p.txt").stdout == wanted
+    assert cli(*base, "--file", "-", input="w3 w4").stdout == wanted
+
+
+def test_stops(cli: Run, toy: Toy) -> None:
+    third = toy.greedy(IDS, 3)[2]
+    base = ("run", toy.bundle, "--graph-only", "--ids", ",".join(map(str, IDS)), "--max-tokens", 6, "--json")
+    (answer,) = document(cli(*base, "--stop", f"w{third}"))["outputs"]
+    assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", f"w{third}")
+    assert f"w{third}" not in answer["text"]
+    (answer,) = document(cli(*base, "--stop-id", third))["outputs"]
+    assert (answer["finish_reason"], answer["stop_reason"], len(answer["token_ids"])) == ("stop", third, 3)
+
+
+def test_a_seed_repeats_and_completions_differ(cli: Run, toy: Toy) -> None:
+    base = ("run", toy.bundle, "--graph-only", "--ids", "5", "--max-tokens", 12, "--seed", 3, "-n", 2, "--json")
+    first, second = document(cli(*base)), document(cli(*base))
+    assert first["outputs"] == second["outputs"]
+    a, b = first["outputs"]
+    assert a["token_ids"] != b["token_ids"]
+
+
+def test_without_a_tokenizer_ids_are_the_text(cli: Run, plain: Toy) -> None:
+    base = ("run", plain.bundle, "--graph-only", "--max-tokens", 4)
+    wanted = ",".join(map(str, plain.greedy(IDS, 4))) + "\n"
+    assert cli(*base, "--ids", "5,900,17,17,300").stdout == wanted
+    assert cli(*base, "--ids", "5,900,17,17,300", "--stream").stdout == wanted
+    for args in (("--prompt", "hi"), ("--chat", "hi")):
+        result = cli(*base, *args)
+        assert result.exit_code == 9
+        assert "no tokenizer" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        ((), 2),
+        (("--prompt", "a", "--ids", "1"), 2),
+        (("--ids", "1,x"), 2),
+        (("--ids", ""), 9),
+        (("--ids", "5000"), 9),
+        (("--ids", "1", "--system", "s"), 2),
+        (("--ids", "1", "--top-p", "2"), 2),
+        (("--ids", "1", "--max-tokens", "0"), 2),
+        (("--ids", "1", "--max-model-len", "9999"), 9),
+        (("--ids", "1", "--target", "abacus"), 8),
+        (("--file", "no-such-file"), 2),
+    ],
+)
+def test_refused(cli: Run, toy: Toy, args: tuple[str, ...], code: int) -> None:
+    result = cli("run", toy.bundle, "--graph-only", *args)
+    assert result.exit_code == code, result.stderr
+    assert result.stdout == ""
+    assert document(cli("run", toy.bundle, "--graph-only", *args, "--json"))["error"]
+
+
+def test_a_folder_that_is_no_bundle(cli: Run, tmp_path: Path) -> None:
+    assert cli("run", tmp_path, "--ids", "1").exit_code == 8
+
+
+def test_parameters_follow_the_model_then_the_options() -> None:
+    assert parameters({"temperature": None}, {}).greedy
+    assert parameters({"top_p": 0.9}, {}).temperature == 1.0
+    model = {"do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    own = parameters({"top_p": None}, model)
+    assert (own.temperature, own.top_p, own.max_tokens) == (0.6, 0.95, 256)
+    assert (parameters({"temperature": 0.0}, model).greedy, parameters({"top_p": 0.5}, model).top_p) == (True, 0.5)
+    assert in_words(own) == "temperature 0.6, top-p 0.95"
+    with pytest.raises(BadOption):
+        parameters({"top_k": -7}, {})
+    assert token_ids("1, 2 3") == [1, 2, 3]
