@@ -23,6 +23,11 @@ A = torch.ops.aten
 CASTS = (A._to_copy.default, A.to.dtype, A.type_as.default)
 RESHAPES = (A.reshape.default, A.view.default, A._unsafe_view.default)
 CLAMPS = (A.clamp.default, A.clamp_max.default, A.clamp_min.default)
+SHAPE_ONLY = (
+    *(A.zeros_like.default, A.ones_like.default, A.full_like.default, A.empty_like.default),
+    *(A.new_zeros.default, A.new_ones.default, A.new_full.default, A.new_empty.default),
+)
+"""Calls that read the shape and dtype of their operand, not its values."""
 LIMIT_ELEMENTS = 1 << 26
 DEFAULT_ALPHA, DEFAULT_LIMIT = 1.702, 7.0
 """What activations that use neither carry, as capture does."""
@@ -71,12 +76,23 @@ class Concrete:
             if isinstance(value(node), SymInt):
                 self.given[node] = concrete_size(value(node), self.tokens)
                 continue
-            needed = [i for i in node.all_input_nodes if i not in self.given]
+            needed = [i for i in self._read(node) if i not in self.given]
             if needed:
                 stack.extend(needed)
                 continue
             self.given[node] = self.missing(node) if node.op == "placeholder" else self._call(node)
         return self.given[wanted]
+
+    def _read(self, node: Node) -> list[Node]:
+        """Operands whose values matter to a call."""
+        return (
+            node.all_input_nodes
+            if not is_op(node, *SHAPE_ONLY)
+            else [n for n in node.all_input_nodes if n is not node.args[0]]
+        )
+
+    def _operand(self, node: Node) -> Any:
+        return self.given[node] if node in self.given else torch.empty(self.shape(node), dtype=value(node).dtype)
 
     def _call(self, node: Node) -> Any:
         if node.op != "call_function":
@@ -84,7 +100,7 @@ class Concrete:
         held = value(node)
         if isinstance(held, Tensor) and torch.Size(self.shape(node)).numel() > LIMIT_ELEMENTS:
             raise NearMiss(f"{node.name} is too large to evaluate")
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.given[n])
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._operand)
         try:
             with torch.no_grad():
                 return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -8,6 +8,7 @@ are in `rowwise_aten.py`, those of the dialect in `rowwise_dialect.py`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -55,6 +56,12 @@ class Call:
     def __init__(self, node: Node, env: dict[Node, Value], tokens: Any) -> None:
         self.node, self.env, self.tokens = node, env, tokens
 
+    @property
+    def name(self) -> str:
+        """The op as rules name it: `aten.linear`, without the overload."""
+        schema = getattr(self.node.target, "_schema", None)
+        return schema.name.replace("::", ".") if schema is not None else str(self.node.target)
+
     def arg(self, name: str, default: Any = None) -> Any:
         """An argument by its schema name: a node or a plain value."""
         return argument(self.node, name, default)
@@ -75,8 +82,7 @@ class Call:
 
     def result_rank(self) -> int:
         """Number of dimensions of the (first) result."""
-        val = value(self.node)
-        return int((val[0] if isinstance(val, (tuple, list)) else val).dim())
+        return int(self.results()[0].dim())
 
     def same_for_all(self, found: Value) -> Value:
         """`found` for every result of the call."""
@@ -95,11 +101,18 @@ class Call:
         if self.of(arg) not in (Kind.CONST, None):
             self.refuse(f"{what} depends on tokens")
 
+    def results(self) -> list[Tensor]:
+        """Recorded values of the call's results."""
+        val = value(self.node)
+        return list(val) if isinstance(val, (tuple, list)) else [val]
+
+    def spans(self, val: Tensor) -> dict[int, int]:
+        """Dimensions whose size is k * T, with k."""
+        return {i: k for i, d in enumerate(val.shape) if (k := self.multiple(d)) > 0}
+
     def sized(self) -> Value:
         """What a tensor made from sizes alone is: CONST, or equal rows if a dimension is a multiple of T."""
-        found = [
-            Rows("tokens", i, int(k)) for i, d in enumerate(tensor(self.node).shape) if (k := self.multiple(d)) > 0
-        ]
+        found = [Rows("tokens", dim, inner) for dim, inner in self.spans(tensor(self.node)).items()]
         if len(found) > 1:
             self.refuse("two dimensions of its result run over the tokens")
         return found[0] if found else Kind.CONST
@@ -116,9 +129,7 @@ class Call:
 
     def refuse(self, reason: str) -> NoReturn:
         """Raise NotRowwise for this call."""
-        target = getattr(self.node.target, "_schema", None)
-        name = target.name.replace("::", ".") if target is not None else str(self.node.target)
-        raise NotRowwise(node=self.node.name, target=name, reason=reason, where=place_of(self.node))
+        raise NotRowwise(node=self.node.name, target=self.name, reason=reason, where=place_of(self.node))
 
 
 Rule = Callable[[Call], Value]
@@ -203,26 +214,26 @@ def _block(gm: GraphModule, given: tuple[Value, ...], tokens: Any) -> Value:
 
 def _call(node: Node, env: dict[Node, Value], tokens: Any) -> Value:
     """The value of one call, by its rule."""
-    val = value(node)
-    if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool, int)):
-        return Kind.SIZE
-    if getattr(node.target, "__name__", "") == "getitem":
-        return env[node.args[0]][node.args[1]]  # type: ignore[index]
     call = Call(node, env, tokens)
-    tags = getattr(node.target, "tags", ())
-    name = node.target._schema.name.replace("::", ".")  # type: ignore[union-attr]
+    target, inputs = node.target, node.all_input_nodes
+    if isinstance(value(node), (torch.SymInt, torch.SymFloat, torch.SymBool, int)):
+        if target is not torch.ops.aten.sym_size.int and any(env[n] is not Kind.SIZE for n in inputs):
+            call.refuse("it makes a number of values")
+        return Kind.SIZE
+    if target is operator.getitem:
+        return env[node.args[0]][node.args[1]]  # type: ignore[index]
+    tags, name = getattr(target, "tags", ()), call.name
     if torch.Tag.nondeterministic_seeded in tags and name not in RULES:
         call.refuse("it draws random numbers")
-    if all(env[n] is Kind.CONST for n in node.all_input_nodes) and _free_of(val, tokens):
+    if all(env[n] is Kind.CONST for n in inputs) and not any(call.spans(v) for v in call.results()):
         return call.same_for_all(Kind.CONST)
     if torch.Tag.pointwise in tags:
-        return call.same_for_all(aligned(call, node.all_input_nodes, call.result_rank()))
-    if name not in RULES:
+        found = call.same_for_all(aligned(call, inputs, call.result_rank()))
+    elif name in RULES:
+        found = RULES[name](call)
+    else:
         call.refuse("no rule says how it treats tokens")
-    return RULES[name](call)
-
-
-def _free_of(val: Any, tokens: Any) -> bool:
-    """Whether no dimension of a result depends on T."""
-    tensors = [v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor)]
-    return not any(tokens in expr(d).free_symbols for v in tensors for d in v.shape if not isinstance(d, int))
+    for one, val in zip(found if isinstance(found, tuple) else (found,), call.results(), strict=True):
+        if call.spans(val) != ({one.dim: one.inner} if isinstance(one, Rows) and one.axis == "tokens" else {}):
+            call.refuse("its rule does not fit its recorded shape")
+    return found

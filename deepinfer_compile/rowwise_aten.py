@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from deepinfer_compile.graph import tensor
+from deepinfer_compile.graph import tensor, value
 from deepinfer_compile.match import expr, is_tensor
 from deepinfer_compile.rowwise import RULES, Call, Kind, Rows, Value, aligned, rule
 
@@ -23,6 +23,8 @@ def _first(call: Call) -> Node:
     *("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like"),
 )
 def _pointwise(call: Call) -> Value:
+    if isinstance(value(call.node), (tuple, list)):
+        call.refuse("it has several results")
     return aligned(call, call.node.all_input_nodes, call.result_rank())
 
 

@@ -24,6 +24,7 @@ from deepinfer_compile.match import (
     is_cast,
     is_last,
     operand,
+    order_of,
     part,
     products,
     same_shape,
@@ -36,6 +37,10 @@ from deepinfer_compile.ops import COMPLEX_ROPE_TABLE, ROPE
 from deepinfer_compile.passbase import NONE, PassContext, register
 
 A = torch.ops.aten
+
+
+_Tables = dict[tuple[Node, Node], tuple[Node, Node]]
+"""Tables as the model has them -> cos and sin as the op takes them."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,8 @@ class RaiseRope:
     breaks: ClassVar[frozenset[Fact]] = NONE
 
     def run(self, gm: GraphModule, ctx: PassContext) -> None:
-        tables: dict[tuple[Node, Node], tuple[Node, Node]] = {}
+        tables: _Tables = {}
+        order = order_of(gm.graph)
         for node in list(gm.graph.nodes):
             _refuse_real_table(node)
             site = _crossed(node) or _rotated(node) or _complex(node)
@@ -80,7 +86,7 @@ class RaiseRope:
             if isinstance(site, str):
                 ctx.miss(node, site)
             elif site is not None and ctx.claim(site.node, f"rotary embedding, {site.style}"):
-                _emit(site, tables)
+                _emit(site, tables, order)
 
 
 def _refuse_real_table(node: Node) -> None:
@@ -210,13 +216,13 @@ def _unfit(site: _Site) -> str:
     return ""
 
 
-def _emit(site: _Site, tables: dict[tuple[Node, Node], tuple[Node, Node]]) -> None:
+def _emit(site: _Site, tables: _Tables, order: dict[Node, int]) -> None:
     """Insert the op in the dtype of the result; casts to and from it on both sides are what the op does itself."""
     node, x = site.node, site.x
     key = (site.cos, site.sin)
     if site.spread or dtype_of(site.cos).is_complex:
-        tables[key] = tables.get(key) or _real_tables(site)
-        cos, sin = tables[key]
+        made = (t for k, t in tables.items() if alike(k, key) and max(order[n] for n in k) < order[node])
+        cos, sin = tables[key] = next(made, None) or _real_tables(site)
     else:
         cos, sin = key
     narrow = uncast(x)

@@ -37,8 +37,8 @@ def export_packed(
 ) -> Exported:
     """Trace `function(**examples)`; the token and row dimensions stay symbolic.
 
-    taken: our input name -> the function's parameter, and the input is renamed to ours. names: a tensor's attribute path -> its
-    name in checkpoints (tied tensors share one). bounded: promise 1..MAX_TOKENS instead of learning the range.
+    taken: our input name -> the function's parameter; inputs are renamed to ours. names: a tensor's attribute path ->
+    its name in checkpoints (tied tensors share one). bounded: promise 1..MAX_TOKENS instead of learning the range.
     Raises UnsupportedConstruct with the user's line where the model's code cannot be expressed as a graph.
     """
     sizes = {"input_ids": "tokens", "position_ids": "tokens", "context_hint": "tokens", "rows": "rows"}
@@ -124,7 +124,11 @@ def _check_dynamic(exported: Exported, taken: dict[str, str]) -> None:
 
 
 def _first_line(err: BaseException) -> str:
-    return f"{type(err).__name__}: {str(err).strip().splitlines()[0] if str(err).strip() else ''}"
+    """The kind of an error and what it says first; of violated constraints, which one."""
+    lines = str(err).strip().splitlines() or [""]
+    if lines[0].startswith("Constraints violated") and len(lines) > 1:
+        return f"{type(err).__name__}: the model restricts how many tokens there are: {lines[1].strip(' -')}"
+    return f"{type(err).__name__}: {lines[0]}"
 
 
 def _user_line(err: BaseException) -> str:
@@ -142,6 +146,8 @@ def _advice(err: BaseException) -> str:
     text = f"{type(err).__name__} {err}"
     if "DataDependent" in text or "unbacked" in text:
         return "the line depends on tensor values (a loop over hit experts?); use a batched or grouped form there"
+    if "Constraints violated" in text:
+        return "remove the comparison with the number of tokens, or report the model"
     return "rewrite the named line without Python control flow on tensor values, or report the model"
 
 

@@ -6,8 +6,9 @@ where the stock ones would spell out masks and data-dependent loops. Everything 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -140,10 +141,33 @@ def is_hf(model: nn.Module) -> bool:
     )
 
 
+SPARSE = {
+    "indexer": "selects keys by score (sparse attention)",
+    "compressor": "attends to compressed entries beside keys and values",
+}
+"""Parts of an attention module that make it read other than all keys before a token, which our attention op means."""
+
+
+def check_attention(model: nn.Module) -> None:
+    """Refuse attention that our op does not mean, before tracing. Raises UnsupportedConstruct with the class's line."""
+    for path, module in model.named_modules():
+        for part, words in SPARSE.items():
+            if getattr(module, part, None) is None:
+                continue
+            cls = type(module)
+            line = inspect.getsourcelines(cls)[1]
+            raise UnsupportedConstruct(
+                construct=f"{path} ({cls.__name__}) {words}",
+                fix="use a model with dense or sliding-window attention; this kind needs a cache of its own",
+                where=f"{inspect.getsourcefile(cls)}:{line} in {cls.__name__}, its {part}",
+            )
+
+
 @contextmanager
 def interfaces(model: Any, attention: str = IMPLEMENTATION, experts: str = IMPLEMENTATION) -> Iterator[None]:
     """Switch a model to our interfaces, or to the named stock implementations, for the time of capture."""
     register()
+    check_attention(model)
     config = model.config
     before = getattr(config, "_attn_implementation", None), getattr(config, "_experts_implementation", None)
     has_experts = any(hasattr(m, "_apply_gate") for m in model.modules())
@@ -166,8 +190,8 @@ def interfaces(model: Any, attention: str = IMPLEMENTATION, experts: str = IMPLE
 class PackedCausalLM(nn.Module):
     """A Transformers causal LM as a function of packed tokens.
 
-    input_ids, position_ids: i64[1, T]; rows: i64[N]; context_hint: i64[1, T], given only where rotary frequencies depend
-    on a request's length -> logits [N, V].
+    input_ids, position_ids: i64[1, T]; rows: i64[N]; context_hint: i64[1, T], given only where rotary frequencies
+    depend on a request's length -> logits [N, V].
     """
 
     def __init__(self, model: nn.Module, hint: Hint) -> None:

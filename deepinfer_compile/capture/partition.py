@@ -141,9 +141,9 @@ def _cut(nodes: list[Node], exported: Exported, plan: LayerPlan | None, key: Any
 
 def _size_from(node: Node, env: dict[Node, Node], editor: Editor) -> Node:
     """Recompute a symbolic size inside a piece from an input that has it, or a part of it, as a dimension."""
-    wanted = value(node).node.expr
-    tensors = [(n, v) for n in list(env.values()) if isinstance(v := value(n), torch.Tensor)]
-    sizes = [(n, i, d.node.expr) for n, v in tensors for i, d in enumerate(v.shape) if isinstance(d, torch.SymInt)]
+    wanted: Any = value(node).node.expr
+    shapes: list[tuple[Node, Any]] = [(n, v.shape) for n in env.values() if isinstance(v := value(n), torch.Tensor)]
+    sizes = [(n, i, d.node.expr) for n, s in shapes for i, d in enumerate(s) if isinstance(d, torch.SymInt)]
     for inner, dim, size in sizes:
         factor = wanted / size
         if factor == 1:

@@ -11,7 +11,7 @@ import typer
 
 from deepinfer_compile.cli.boundary import guarded, print_json
 from deepinfer_compile.cli.build_bundle import JSON_OPTION, WAIVE_OPTION, waived
-from deepinfer_compile.cli.show import plural, ranges, stdout
+from deepinfer_compile.cli.show import plural, ranges, short_place, stdout
 from deepinfer_compile.cli.stages import Stages
 
 if TYPE_CHECKING:
@@ -130,18 +130,15 @@ def _print(found: dict[str, Any], console: Console) -> None:
 
 
 def _print_pass(p: dict[str, Any], console: Console) -> None:
-    counts = [f"{p['applied']} applied"] if p["applied"] else []
-    counts += [f"{len(p['missed'])} missed"] if p["missed"] else []
-    console.print(f"  {p['program']:<8} {p['pass']}: {', '.join(counts)}")
-    for reason, count in p["reasons"].items():
-        console.print(f"             {count} x {reason}", soft_wrap=True)
+    said = [(f"{count} x {reason}", "") for reason, count in p["reasons"].items()]
+    if p["applied"] and not said:
+        said.append((f"{p['applied']} applied", ""))
     for reason, nodes, place in _grouped(p["missed"]):
-        at = f" ({place})" if place else ""
-        console.print(
-            f"             missed {plural(len(nodes), 'node')}: {reason}: {nodes[0]}{at}",
-            style="yellow",
-            soft_wrap=True,
-        )
+        at = f" ({short_place(place)})" if place else ""
+        said.append((f"missed {plural(len(nodes), 'node')}: {reason}: {nodes[0]}{at}", "yellow"))
+    for i, (words, style) in enumerate(said):
+        head = f"{p['program']:<8} {p['pass']:<24}" if i == 0 else ""
+        console.print(f"  {head:<33} {words}", style=style, soft_wrap=True)
 
 
 def _grouped(missed: Iterable[dict[str, str]]) -> list[tuple[str, list[str], str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -62,10 +63,15 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
 
 
+def short_place(text: str) -> str:
+    """Text without the folder that packages are installed in, which is particular to one machine."""
+    return re.sub(r"[^\s\"']*/site-packages/", "", text)
+
+
 def plural(count: int, word: str) -> str:
     """`1 layer`, `3 layers`, `2 passes`."""
     end = "es" if word.endswith(("s", "x", "ch")) else "s"
     return f"{count} {word}" if count == 1 else f"{count} {word}{end}"
 
 
-__all__ = ["plural", "ranges", "size", "stderr", "stdout", "table"]
+__all__ = ["plural", "ranges", "short_place", "size", "stderr", "stdout", "table"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from deepinfer_compile.cli.boundary import guarded, print_json
 from deepinfer_compile.cli.build_bundle import JSON_OPTION
-from deepinfer_compile.cli.show import plural, stdout
+from deepinfer_compile.cli.show import plural, short_place, stdout
 from deepinfer_compile.cli.stages import Stages
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def _name(row: Row) -> str:
 
 def _cell(text: str) -> str:
     """Text on one line, without what would end a cell or is particular to this machine."""
-    return re.sub(r"\S*/site-packages/", "", " ".join(text.split())).replace("|", "\\|")
+    return short_place(" ".join(text.split())).replace("|", "\\|")
 
 
 def _transformers() -> str:

@@ -1,4 +1,4 @@
-"""A tiny model folder with a tokenizer, and bundles of it, built once: graph-only, since kernels have their own tests."""
+"""Tiny model folders and their bundles, built once: graph-only, since kernels have their own tests."""
 
 from __future__ import annotations
 

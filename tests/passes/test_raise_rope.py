@@ -14,6 +14,7 @@ from deepinfer_compile.capture import capture
 from deepinfer_compile.errors import UnsupportedConstruct
 from deepinfer_compile.graph import argument, is_op
 from deepinfer_compile.ops import COMPLEX_ROPE_TABLE, ROPE
+from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.raise_rope import RaiseRope
 from deepinfer_compile.program import Program
 from deepinfer_compile.replay import logits_of, weights_from
@@ -195,11 +196,13 @@ def test_bf16_architectures(name: str) -> None:
 
 
 def test_complex_table_is_split_once_a_layer() -> None:
-    _, before = canonical("deepseek_v2")
-    after, _ = go_on(before, RaiseRope())
-    nodes = after.blocks["layer0"].graph.nodes
-    assert sum(is_op(n, COMPLEX_ROPE_TABLE.overload) for n in nodes) == 1
-    assert not any("complex" in str(n.target) and not is_op(n, COMPLEX_ROPE_TABLE.overload) for n in nodes)
+    """Also where queries and keys each take their own view of it, as the plain decoder does."""
+    plain, _ = go_on(capture(make_plain(layers=2)), Canonicalize())
+    for before in (canonical("deepseek_v2")[1], plain):
+        after, _ = go_on(before, RaiseRope())
+        nodes = after.blocks["layer0"].graph.nodes
+        assert sum(is_op(n, COMPLEX_ROPE_TABLE.overload) for n in nodes) == 1
+        assert not any("complex" in str(n.target) and not is_op(n, COMPLEX_ROPE_TABLE.overload) for n in nodes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
