@@ -160,10 +160,10 @@ def _variant(
     missing = target.missing()
     if missing is not None:
         raise TargetUnavailable(target=target.name, reason=missing.splitlines()[0], fix="build with native=False")
-    target.prepare()
+    lowering = target.prepare(options.isa)
     lowered: dict[str, GraphModule] = {}
     for name, program in compiled.programs.items():
-        low, records = Pipeline(target.lowering(), given=program.facts).run(program)
+        low, records = Pipeline(lowering, given=program.facts).run(program)
         compiled.records[f"{target.name}/{name}"] = records
         for block, gm in program.blocks.items():
             lowered.setdefault(block_hash(gm), low.blocks[block])

@@ -1,7 +1,7 @@
 """The pipelines as literal tuples: reading this file is reading the compiler.
 
 RAISE turns ATen into the dialect. PACK turns one sequence into packed requests with caches, and proves that they cannot
-see each other. PHASES says how the programs of a bundle differ. What a target adds (`Target.lowering`) comes after.
+see each other. PHASES says how the programs of a bundle differ. What a target adds (`Target.prepare`) comes after.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from deepinfer_compile.errors import GraphInvalid
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import evaluate, fake_mode_of, node_text, shape_text, value, writes
 from deepinfer_compile.program import Program, output_values
+from deepinfer_compile.runtime.interpret import known_namespace
 
 ALLOWED_FUNCTIONS: frozenset[object] = frozenset(
     {
@@ -33,7 +34,6 @@ ALLOWED_FUNCTIONS: frozenset[object] = frozenset(
         torch.sym_float,
     }
 )
-ALLOWED_NAMESPACES = ("aten", "deepinfer", "deepinfer_cpu", "prims")
 
 
 def rule_lint(gm: GraphModule) -> Iterator[str]:
@@ -51,8 +51,8 @@ def rule_targets(gm: GraphModule) -> Iterator[str]:
             continue
         if node.op != "call_function":
             yield f"{node_text(node)}: {node.op} is not a call of an op"
-        elif node.target not in ALLOWED_FUNCTIONS and getattr(node.target, "namespace", "") not in ALLOWED_NAMESPACES:
-            yield f"{node_text(node)}: target is not in {ALLOWED_NAMESPACES}"
+        elif node.target not in ALLOWED_FUNCTIONS and not known_namespace(getattr(node.target, "namespace", "")):
+            yield f"{node_text(node)}: it is no operation of a known namespace"
 
 
 def rule_values(gm: GraphModule) -> Iterator[str]:

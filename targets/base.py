@@ -55,12 +55,11 @@ class Target(Protocol):
         """Why native code cannot be built here, in words a user can act on; None if it can."""
         ...
 
-    def prepare(self) -> None:
-        """Make the target's kernel operations known to torch. Called before `lowering` is used."""
-        ...
+    def prepare(self, isa: str | None) -> tuple[Pass, ...]:
+        """Make the target's kernel operations known to torch; the passes that bind a program's ops to them.
 
-    def lowering(self) -> tuple[Pass, ...]:
-        """The passes that bind a program's ops to this target's kernels."""
+        isa: the instruction set to build for, where the target has several; None is this machine's.
+        """
         ...
 
     def build(

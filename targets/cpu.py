@@ -26,18 +26,28 @@ from deepinfer_compile.artifacts import cached
 from deepinfer_compile.errors import NativeBuildFailed, NoCompiler
 from deepinfer_compile.graph import value
 from deepinfer_compile.graphjson import to_json
+from deepinfer_compile.ops.cpu import register_fakes
 from deepinfer_compile.passbase import Pass
 from deepinfer_compile.passes.merge_linears import MergeLinears
 from deepinfer_compile.passes.select_kernels import SelectKernels
 from deepinfer_compile.targets.base import Limits, Variant
-from deepinfer_compile.targets.cpu_kernels import LIBRARY, build_kernels, find_compiler, host_isa, render_kernels
+from deepinfer_compile.runtime.native import load_kernels
+from deepinfer_compile.targets.cpu_kernels import (
+    ISAS,
+    LIBRARY,
+    cached_kernels,
+    find_compiler,
+    host_isa,
+    source_namespace,
+)
 
 KERNELS = (
-    ("aten.linear", "deepinfer_cpu.linear"),
-    ("deepinfer.cached_attention", "deepinfer_cpu.cached_attention"),
-    ("deepinfer.cached_latent_attention", "deepinfer_cpu.cached_latent_attention"),
-    ("deepinfer.experts", "deepinfer_cpu.experts"),
+    ("aten.linear", "linear"),
+    ("deepinfer.cached_attention", "cached_attention"),
+    ("deepinfer.cached_latent_attention", "cached_latent_attention"),
+    ("deepinfer.experts", "experts"),
 )
+"""Ops with a kernel, and the kernel's name in the library's namespace."""
 SIMD_BITS = {"x86-64-v3": 256, "x86-64-v4": 512}
 MAX_SIZE = 1 << 40
 
@@ -56,21 +66,16 @@ class CpuTarget:
             return str(err)
         return None
 
-    def prepare(self) -> None:
-        torch.ops.load_library(str(self.library(host_isa())))
-        from deepinfer_compile.ops.cpu import register_fakes
-
-        register_fakes()
-
-    def library(self, isa: str) -> Path:
-        """The kernel library, built once per source, compiler and torch."""
-        key = {"kind": "cpu-kernels", "isa": isa, "torch": str(torch.__version__), "sources": render_kernels(isa)}
-        return cached(key, lambda out: _quietly(build_kernels, out, isa)) / LIBRARY
-
-    def lowering(self) -> tuple[Pass, ...]:
+    def prepare(self, isa: str | None) -> tuple[Pass, ...]:
+        """Load the kernels (of this machine, if it cannot run `isa`) for tracing; the passes that bind ops to them."""
+        wanted = isa or host_isa()
+        namespace = source_namespace(wanted)
+        if ISAS.index(wanted) <= ISAS.index(host_isa()):
+            load_kernels(cached_kernels(wanted, namespace) / LIBRARY)
+        register_fakes(namespace)
         return (
-            SelectKernels(kernels=KERNELS),
-            MergeLinears(one="deepinfer_cpu.linear", many="deepinfer_cpu.linears"),
+            SelectKernels(kernels=tuple((op, f"{namespace}.{kernel}") for op, kernel in KERNELS)),
+            MergeLinears(one=f"{namespace}.linear", many=f"{namespace}.linears"),
         )
 
     def build(
@@ -79,7 +84,7 @@ class CpuTarget:
         isa = options.get("isa") or host_isa()
         progress("kernels")
         begin = time.perf_counter()
-        library = self.library(isa)
+        library = cached_kernels(isa, source_namespace(isa)) / LIBRARY
         seconds = {"kernels": time.perf_counter() - begin}
         folder = sha256(library.read_bytes()).hexdigest()[:16]
         files = {f"kernels/cpu/{folder}/{f.name}": f for f in sorted(library.parent.iterdir()) if f.is_file()}
@@ -98,10 +103,6 @@ class CpuTarget:
             "abi": torch.compiled_with_cxx11_abi(),
         }
         return Variant(self.name, True, requires, paths, (f"kernels/cpu/{folder}/{LIBRARY}",), files, seconds)
-
-
-def _quietly(build: Callable[[Path, str], Path], out: Path, isa: str) -> None:
-    build(out, isa)
 
 
 class _Inlined(nn.Module):

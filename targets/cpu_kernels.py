@@ -28,23 +28,32 @@ from deepinfer_compile.runtime.batch import PAGE_SIZE
 
 LIBRARY = "libdeepinfer_cpu.so"
 RECORD = "kernels.json"
+NAMESPACE = "deepinfer_cpu"
+"""Namespace of the operations and of all C++ symbols in the templates; a build may put another in its place."""
 ISAS = ("x86-64-v3", "x86-64-v4")
 
 _OLDEST_GCC = 11  # the first to know -march=x86-64-v3 and -v4
-_FLAGS = ("-std=c++20", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-ignored-attributes")
+_FLAGS = (
+    *("-std=c++20", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fvisibility=hidden", "-Wno-ignored-attributes"),
+)
 _CPU_FLAGS = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"},
 }
 _HEADERS = (
     "cpu_common/simd.h",
+    "cpu_common/dot.h",
+    "cpu_common/outer.h",
     "cpu_common/gemm.h",
     "cpu_common/tensors.h",
+    "cpu_linear/library.h",
     "cpu_attention/batch.h",
     "cpu_attention/page.h",
     "cpu_attention/plan.h",
     "cpu_attention/attend.h",
     "cpu_experts/activation.h",
+    "cpu_experts/routing.h",
 )
 _UNITS = (
     "cpu_linear/linear.cpp",
@@ -73,11 +82,13 @@ class Config:
     wide_columns: int
     outer_rows: int
     outer_columns: int
+    outer_wide: int
     rows_f32: int
     rows_bf16: int
     chunk_bytes: int = 65536
     prefetch_bytes: int = 9216
     depth_block: int = 64
+    near_depth: int = 16
     thread_bytes: int = 65536
     page: int = PAGE_SIZE
     query_rows: int = 96
@@ -101,6 +112,7 @@ CONFIGS = {
         wide_columns=6,
         outer_rows=6,
         outer_columns=4,
+        outer_wide=16,
         rows_f32=64,
         rows_bf16=24,
     ),
@@ -114,6 +126,7 @@ CONFIGS = {
         wide_columns=3,
         outer_rows=6,
         outer_columns=2,
+        outer_wide=8,
         rows_f32=64,
         rows_bf16=24,
     ),
@@ -170,9 +183,16 @@ def render_kernels(isa: str) -> dict[str, str]:
     return texts
 
 
-def build_record(isa: str) -> dict[str, object]:
-    """What a process must match to load the library."""
-    return {"isa": isa, "torch": str(torch.__version__), "cxx11_abi": bool(torch.compiled_with_cxx11_abi())}
+def build_record(isa: str, namespace: str = NAMESPACE) -> dict[str, object]:
+    """What a process must match to load the library, and the namespace it registers there."""
+    abi = bool(torch.compiled_with_cxx11_abi())
+    return {"isa": isa, "torch": str(torch.__version__), "cxx11_abi": abi, "namespace": namespace}
+
+
+def source_namespace(isa: str) -> str:
+    """A namespace that names the rendered sources, so that libraries of different sources can share a process."""
+    text = json.dumps([render_kernels(isa), build_record(isa), _FLAGS], sort_keys=True)
+    return f"{NAMESPACE}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def _run(command: list[str], log: Path) -> None:
@@ -184,13 +204,15 @@ def _run(command: list[str], log: Path) -> None:
     raise NativeBuildFailed(what_="the CPU kernels", target="cpu", reason=first.strip(), log=log)
 
 
-def _compile(sources: dict[str, str], isa: str, compiler: str, out_dir: Path, log_dir: Path) -> None:
+def _compile(sources: dict[str, str], record: dict[str, object], compiler: str, out_dir: Path, log_dir: Path) -> None:
     """Write sources, library and record into `out_dir`; a failing command's output goes to `log_dir`."""
+    isa, namespace = record["isa"], record["namespace"]
     for name, text in sources.items():
         (out_dir / name).write_text(text)
     root = Path(torch.__file__).parent
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    flags = [*_FLAGS, f"-march={isa}", abi, f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+    flags = [*_FLAGS, f"-march={isa}", abi, f"-D{NAMESPACE}={namespace}"]
+    flags += [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     units = [Path(name) for name in sources if name.endswith(".cpp")]
 
     def compile_unit(unit: Path) -> str:
@@ -204,22 +226,25 @@ def _compile(sources: dict[str, str], isa: str, compiler: str, out_dir: Path, lo
     _run(link, log_dir / "link.log")
     for item in objects:
         Path(item).unlink()
-    (out_dir / RECORD).write_text(json.dumps(build_record(isa), indent=1, sort_keys=True) + "\n")
+    (out_dir / RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
-def build_kernels(out_dir: Path, isa: str) -> Path:
-    """Build the library of one instruction set into `out_dir` and return its path.
+def cached_kernels(isa: str, namespace: str = NAMESPACE, log_dir: Path | None = None) -> Path:
+    """The folder of the compiled library in the build cache: rendered sources, library and `kernels.json`.
 
-    Beside it lie the rendered sources and `kernels.json` (`build_record`). What was compiled before from the same
-    sources, with the same compiler and torch, is taken from the cache. Raises NoCompiler, NativeBuildFailed (its log
-    stays in `out_dir`) and TargetUnavailable.
+    What was compiled before from the same sources, with the same compiler and torch, is taken from there. Raises NoCompiler,
+    NativeBuildFailed (its log goes to `log_dir`, the working folder of the process if none) and TargetUnavailable.
     """
     compiler = find_compiler()
-    sources = render_kernels(isa)
+    sources, record = render_kernels(isa), build_record(isa, namespace)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    key: dict[str, object] = {"what": LIBRARY, **build_record(isa), "compiler": version, "flags": [*_FLAGS]}
+    key: dict[str, object] = {"what": LIBRARY, **record, "compiler": version, "flags": [*_FLAGS]}
     key["sources"] = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sources.items()}
+    return cached(key, lambda folder: _compile(sources, record, compiler, folder, log_dir or Path.cwd()))
+
+
+def build_kernels(out_dir: Path, isa: str, namespace: str = NAMESPACE) -> Path:
+    """Put the library of one instruction set into `out_dir` and return its path. Raises what `cached_kernels` raises."""
     out_dir.mkdir(parents=True, exist_ok=True)
-    built = cached(key, lambda folder: _compile(sources, isa, compiler, folder, out_dir))
-    shutil.copytree(built, out_dir, dirs_exist_ok=True)
+    shutil.copytree(cached_kernels(isa, namespace, out_dir), out_dir, dirs_exist_ok=True)
     return out_dir / LIBRARY

@@ -33,7 +33,7 @@ SCHEMAS = {
 }
 """Operation name -> schema; shapes and meaning are those of the operation of the same name in the dialect."""
 
-_library: list[torch.library.Library] = []
+_libraries: dict[str, torch.library.Library] = {}
 
 
 def _linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -66,13 +66,16 @@ _FAKES = {
 }
 
 
-def register_fakes() -> None:
-    """Give every operation its fake function, so that torch.export and AOTInductor can trace calls of it. Idempotent."""
-    if _library:
+def register_fakes(namespace: str = NAMESPACE) -> None:
+    """Give every operation its fake function, so that torch.export and AOTInductor can trace calls of it. Idempotent.
+
+    namespace: where the library registers its operations, which a build may choose.
+    """
+    if namespace in _libraries:
         return
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library = torch.library.Library(namespace, "FRAGMENT")
     for name, schema in SCHEMAS.items():
-        if not hasattr(getattr(torch.ops, NAMESPACE), name):
+        if not hasattr(getattr(torch.ops, namespace), name):
             library.define(schema)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _FAKES[name], lib=library)
-    _library.append(library)
+        torch.library.register_fake(f"{namespace}::{name}", _FAKES[name], lib=library)
+    _libraries[namespace] = library

@@ -28,9 +28,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sym_max": torch.sym_max,
     "sym_min": torch.sym_min,
 }
-NAMESPACES = ("aten", "deepinfer", "deepinfer_cpu", "prims")
+NAMESPACES = ("aten", "deepinfer", "prims")
 REFUSED = ("from_file", "_print", "_save", "record_stream", "_cuda", "set_data")
 FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def known_namespace(name: str) -> bool:
+    """Whether operations of a namespace may be called: ATen, the dialect, and kernel libraries (`deepinfer_...`)."""
+    return name in NAMESPACES or name.startswith("deepinfer_")
 
 
 def resolve(target: str, file: str = "graph") -> Callable[..., Any]:
@@ -38,7 +43,7 @@ def resolve(target: str, file: str = "graph") -> Callable[..., Any]:
     if target in FUNCTIONS:
         return FUNCTIONS[target]
     parts = target.split(".")
-    if len(parts) != 3 or parts[0] not in NAMESPACES or any(w in parts[1] for w in REFUSED):
+    if len(parts) != 3 or not known_namespace(parts[0]) or any(w in parts[1] for w in REFUSED):
         raise BundleCorrupt(file=file, reason=f"{target!r} is not an operation a graph may call")
     packet = getattr(getattr(torch.ops, parts[0]), parts[1], None)
     overload = getattr(packet, parts[2], None) if packet is not None else None

@@ -17,6 +17,7 @@ from deepinfer_compile.errors import BadOption, BadRequest, BundleCorrupt, Conte
 from deepinfer_compile.runtime.executor import BundleExecutor, ProgramRunner, Runner
 from deepinfer_compile.runtime.interpret import GraphFunction
 from deepinfer_compile.runtime.llm import LLM
+from deepinfer_compile.runtime.native import load_kernels
 from deepinfer_compile.runtime.text import TextCodec
 
 ISA_FLAGS = {
@@ -162,7 +163,7 @@ class _Runners:
         self.files, self.variant = files, variant
         self.made: dict[str, Runner] = {}
         for library in variant["libraries"] if variant else ():
-            torch.ops.load_library(str(files.path(library)))
+            load_kernels(files.path(library))
 
     def get(self, digest: str) -> Runner:
         if digest not in self.made:

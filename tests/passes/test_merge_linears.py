@@ -9,14 +9,18 @@ from deepinfer_compile.passes.cache_attention import CacheAttention
 from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.merge_linears import MergeLinears
 from deepinfer_compile.passes.select_kernels import SelectKernels
-from deepinfer_compile.targets.cpu import CPU, KERNELS
+from deepinfer_compile.targets.cpu import KERNELS as NAMES
 from tests import models
+from tests.cpu_library import load
 from tests.passes.harness import calls, check_equal, run_passes
+
+
+KERNELS = tuple((op, f"deepinfer_cpu.{kernel}") for op, kernel in NAMES)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    CPU.prepare()
+    load()
 
 
 def test_query_key_value_and_gate_up_merge() -> None:

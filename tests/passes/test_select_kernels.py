@@ -7,14 +7,18 @@ import pytest
 from deepinfer_compile.passes.cache_attention import CacheAttention
 from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.select_kernels import SelectKernels
-from deepinfer_compile.targets.cpu import CPU, KERNELS
+from deepinfer_compile.targets.cpu import KERNELS as NAMES
 from tests import models
+from tests.cpu_library import load
 from tests.passes.harness import calls, check_equal, run_passes
+
+
+KERNELS = tuple((op, f"deepinfer_cpu.{kernel}") for op, kernel in NAMES)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels() -> None:
-    CPU.prepare()
+    load()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "mixtral"])
