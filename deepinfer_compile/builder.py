@@ -15,6 +15,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 import deepinfer_compile
+from deepinfer_compile.arena import peak_bytes
 from deepinfer_compile.bundle import (
     LEDGER,
     BundleFiles,
@@ -39,6 +40,7 @@ from deepinfer_compile.presets import default
 from deepinfer_compile.program import Program
 from deepinfer_compile.programjson import program_to_json
 from deepinfer_compile.replay import vocabulary
+from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.report import write_report
 from deepinfer_compile.settings import BuildSettings
 from deepinfer_compile.targets import get_target
@@ -225,7 +227,8 @@ def _manifest(compiled: Compiled, options: BuildSettings, variants: Sequence[Var
         },
         programs={name: {"file": f"programs/{name}.json"} for name in compiled.programs},
         variants={v.target: _variant_record(v) for v in variants},
-        caches={"page_size": 64, "inputs": [c.name for c in first.caches]},
+        caches={"page_size": PAGE_SIZE, "inputs": [c.name for c in first.caches]},
+        arena={name: peak_bytes(program) for name, program in compiled.programs.items()},
         tokenizer=tokenizer,
         build={
             "version": deepinfer_compile.__version__,

@@ -96,7 +96,6 @@ class Config:
     tasks_per_thread: int = 8
     least_pages: int = 2
     tokens_per_thread: int = 16
-    expert_rows: int = 128
     dot_chunk: int = 64
     outer_chunk: int = 256
 

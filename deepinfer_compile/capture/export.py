@@ -69,6 +69,8 @@ def _longest(program: Any, exported: Exported) -> int | None:
     """Upper bound of the token dimension that tracing found, None if it found none below MAX_TOKENS."""
     ids = next(n for n in exported.gm.graph.nodes if n.name == "input_ids")
     size = ids.meta["val"].shape[1].node.expr
+    if size not in program.range_constraints:  # the model ties the length to another size; its own range is not known
+        return None
     upper = program.range_constraints[size].upper
     return int(upper) if upper < MAX_TOKENS else None
 
