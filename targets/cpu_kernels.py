@@ -54,6 +54,7 @@ _HEADERS = (
     "cpu_attention/attend.h",
     "cpu_experts/activation.h",
     "cpu_experts/routing.h",
+    "cpu_experts/weights.h",
 )
 _UNITS = (
     "cpu_linear/linear.cpp",

@@ -11,7 +11,8 @@ from torch import Tensor
 from tests.cpu_library import load
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
-"""Largest error for outputs of size about 1 to 4; bfloat16 rounds only the final sum (2^-9 of up to 16)."""
+"""Largest error for outputs of size about 1 to 4 (up to 16); bfloat16 rounds the sum, with many tokens also the hidden
+values and each expert's result."""
 
 DTYPES = [torch.float32, torch.bfloat16]
 ALPHA, LIMIT = 1.702, 1.5
@@ -126,8 +127,12 @@ def test_sizes(hidden: int, width: int, transposed: bool, dtype: torch.dtype) ->
         Case(tokens, hidden, width, k=3, transposed=transposed, dtype=dtype).check()
 
 
-def test_many_tokens_of_one_expert() -> None:
-    Case(300, k=1, ids=torch.full((300, 1), 2)).check()
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("interleaved", "transposed"), [(False, False), (True, True), (False, True)])
+def test_experts_with_many_and_with_few_tokens(interleaved: bool, transposed: bool, dtype: torch.dtype) -> None:
+    ids = torch.full((150, 2), 2)
+    ids[:5, 1], ids[5:30, 1], ids[30:100, 1] = 0, 4, -1  # expert 2 twice for the last tokens
+    Case(150, ids=ids, bias=True, interleaved=interleaved, transposed=transposed, dtype=dtype).check()
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])

@@ -58,7 +58,7 @@ KINDS = ["softmax", "softmax_topk", "sigmoid", "sqrt_softplus"]
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("biased", [False, True])
 def test_moe_2_bad_logits(kind: str, groups: int, biased: bool) -> None:
-    """Policy: NaN counts as -inf: a row is routed among its finite experts. A row without any gets the weights of scores
+    """NaN counts as -inf: a row is routed among its finite experts. A row without any gets the weights of scores
     of -inf: NaN from a softmax, 0 from a sigmoid or softplus."""
     logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     logits[0] = NAN
@@ -125,7 +125,7 @@ def test_moe_3_uneven_counts(largest: int) -> None:
 
 
 class Scaled(nn.Module):
-    """x = 1, expert i returns (i + 1) x, the shared one 10 x; experts 0 and 2 have raw scores 0.6 and 0.2; factor 2.5."""
+    """x = 1, expert i gives (i + 1) x, the shared one 10 x; experts 0 and 2 have raw scores 0.6 and 0.2; factor 2.5."""
 
     def __init__(self, normalize: bool, shared: bool, inside: bool, place: str) -> None:
         super().__init__()
