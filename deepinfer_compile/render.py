@@ -74,8 +74,8 @@ def stamp(template: str, **values: Value) -> str:
 def render(template: str, **values: Value) -> str:
     """The text of `template` (a path below the templates folder, ending in `.j2`) with `values` filled in.
 
-    The first line is a comment holding `stamp`. Raises ValueError when the names given are not exactly the names needed,
-    TypeError for a value that is not a bool, int, float, str or tuple of those.
+    The first line is a comment holding `stamp`. Raises ValueError when the names given are not exactly the names
+    needed, TypeError for a value that is not a bool, int, float, str or tuple of those.
     """
     suffix = PurePosixPath(template.removesuffix(".j2")).suffix
     if not template.endswith(".j2") or suffix not in _COMMENT:

@@ -1,10 +1,10 @@
 """Native kernels of the cpu target: rendered once, compiled by g++ into one shared library.
 
-The library names torch's own libraries as needed and carries no search path, because it is only ever loaded into a process
-in which torch already is. It is compiled with OpenMP but not linked with it: its symbols resolve through libtorch_cpu to
-the runtime that torch runs on, so that two OpenMP runtimes, with two thread pools, cannot meet in one process. That
-rules out clang, whose OpenMP code needs its own runtime. Which tile sizes win was measured (tests/bench); they differ
-by instruction set because AVX-512 has twice the registers.
+The library names torch's own libraries as needed and carries no search path, because it is only ever loaded into a
+process in which torch already is. It is compiled with OpenMP but not linked with it: its symbols resolve through
+libtorch_cpu to the runtime that torch runs on, so that two OpenMP runtimes, with two thread pools, cannot meet in one
+process. That rules out clang, whose OpenMP code needs its own runtime. Which tile sizes win was measured
+(tests/bench/bench_cpu_kernels.py); they differ by instruction set because AVX-512 has twice the registers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -232,19 +233,25 @@ def _compile(sources: dict[str, str], record: dict[str, object], compiler: str, 
 def cached_kernels(isa: str, namespace: str = NAMESPACE, log_dir: Path | None = None) -> Path:
     """The folder of the compiled library in the build cache: rendered sources, library and `kernels.json`.
 
-    What was compiled before from the same sources, with the same compiler and torch, is taken from there. Raises NoCompiler,
-    NativeBuildFailed (its log goes to `log_dir`, the working folder of the process if none) and TargetUnavailable.
+    What was compiled before from the same sources, with the same compiler and torch, is taken from there. Raises
+    NoCompiler, NativeBuildFailed (its log goes to `log_dir`, or to a new temporary folder) and
+    TargetUnavailable.
     """
     compiler = find_compiler()
     sources, record = render_kernels(isa), build_record(isa, namespace)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
     key: dict[str, object] = {"what": LIBRARY, **record, "compiler": version, "flags": [*_FLAGS]}
     key["sources"] = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sources.items()}
-    return cached(key, lambda folder: _compile(sources, record, compiler, folder, log_dir or Path.cwd()))
+
+    def build(folder: Path) -> None:
+        logs = log_dir or Path(tempfile.mkdtemp(prefix="deepinfer-log-"))
+        _compile(sources, record, compiler, folder, logs)
+
+    return cached(key, build)
 
 
 def build_kernels(out_dir: Path, isa: str, namespace: str = NAMESPACE) -> Path:
-    """Put the library of one instruction set into `out_dir` and return its path. Raises what `cached_kernels` raises."""
+    """Put the library of one instruction set into `out_dir`; returns its path. Raises what `cached_kernels` raises."""
     out_dir.mkdir(parents=True, exist_ok=True)
     shutil.copytree(cached_kernels(isa, namespace, out_dir), out_dir, dirs_exist_ok=True)
     return out_dir / LIBRARY

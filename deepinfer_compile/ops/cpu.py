@@ -7,7 +7,8 @@ operations can be traced but not run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ SCHEMAS = {
     ),
     "cached_latent_attention": (
         "cached_latent_attention(Tensor q_nope, Tensor q_rope, Tensor c, Tensor k_rope, Tensor w_uk, Tensor w_uv, "
-        "Tensor(a!) latent, Tensor query_start, Tensor seq_len, Tensor block_table, Tensor slot, float scale, str form) "
-        "-> Tensor"
+        "Tensor(a!) latent, Tensor query_start, Tensor seq_len, Tensor block_table, Tensor slot, float scale, "
+        "str form) -> Tensor"
     ),
     "experts": (
         "experts(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, str act, "
@@ -48,7 +49,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
-def _latent_attention(q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, *rest: object) -> Tensor:
+def _latent_attention(
+    q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, *rest: object
+) -> Tensor:
     return q_nope.new_empty(q_nope.shape[0], q_nope.shape[1], w_uv.shape[2])
 
 
@@ -57,7 +60,7 @@ def _experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, *
     return x.new_empty(x.shape[0], w2.shape[2 if transposed else 1])
 
 
-_FAKES = {
+_FAKES: dict[str, Callable[..., Any]] = {
     "linear": _linear,
     "linears": _linears,
     "cached_attention": _attention,

@@ -101,7 +101,9 @@ class Case:
                     if self.softcap:
                         s = self.softcap * torch.tanh(s / self.softcap)
                     e = torch.exp(s - s.max())
-                    total = e.sum() + (torch.exp(self.sink_logits[h].double() - s.max()) if self.sink_logits is not None else 0)
+                    total = e.sum() + (
+                        torch.exp(self.sink_logits[h].double() - s.max()) if self.sink_logits is not None else 0
+                    )
                     out[token, h] = (e / total) @ self.values[r][low : position + 1, g].double()
         return out
 
@@ -118,13 +120,17 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [(20, 20), (64, 64), (24, 40), (40, 16)])
-@pytest.mark.parametrize(("new", "length"), [([1], [1]), ([1], [700]), ([1, 1, 1], [64, 65, 300]), ([3, 1, 2], [3, 9, 130])])
+@pytest.mark.parametrize(
+    ("new", "length"), [([1], [1]), ([1], [700]), ([1, 1, 1], [64, 65, 300]), ([3, 1, 2], [3, 9, 130])]
+)
 def test_decode(new: list[int], length: list[int], width: tuple[int, int], dtype: torch.dtype) -> None:
     Case(new, length, width=width[0], value_width=width[1], dtype=dtype).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("new", "length"), [([70], [70]), ([128, 1, 33], [128, 200, 163]), ([63, 64, 65], [63, 128, 66])])
+@pytest.mark.parametrize(
+    ("new", "length"), [([70], [70]), ([128, 1, 33], [128, 200, 163]), ([63, 64, 65], [63, 128, 66])]
+)
 def test_prefill_and_chunks(new: list[int], length: list[int], dtype: torch.dtype) -> None:
     Case(new, length, dtype=dtype).check()
 

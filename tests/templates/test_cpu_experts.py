@@ -11,8 +11,7 @@ from torch import Tensor
 from tests.cpu_library import load
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
-"""Largest error for outputs of size about 1 to 4 (up to 16); bfloat16 rounds the sum, with many tokens also the hidden
-values and each expert's result."""
+"""Largest error for outputs of size about 1 to 4; bfloat16 rounds only the final sum (2^-9 of up to 16)."""
 
 DTYPES = [torch.float32, torch.bfloat16]
 ALPHA, LIMIT = 1.702, 1.5
@@ -132,7 +131,12 @@ def test_sizes(hidden: int, width: int, transposed: bool, dtype: torch.dtype) ->
 def test_experts_with_many_and_with_few_tokens(interleaved: bool, transposed: bool, dtype: torch.dtype) -> None:
     ids = torch.full((150, 2), 2)
     ids[:5, 1], ids[5:30, 1], ids[30:100, 1] = 0, 4, -1  # expert 2 twice for the last tokens
-    Case(150, ids=ids, bias=True, interleaved=interleaved, transposed=transposed, dtype=dtype).check()
+    case = Case(150, ids=ids, bias=True, interleaved=interleaved, transposed=transposed, dtype=dtype)
+    got, want = case.run(), case.expected()
+    # many tokens round the gates, ups, hidden values and results too: about four roundings of 2^-9 / sqrt(3)
+    relative = ((got.double() - want).pow(2).mean() / want.pow(2).mean()).sqrt()
+    assert relative < (1e-6 if dtype == torch.float32 else 2**-8)
+    assert torch.equal(got, case.run())
 
 
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])

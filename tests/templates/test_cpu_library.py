@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 def test_record_names_what_a_process_must_match() -> None:
     record = json.loads((load().parent / cpu_kernels.RECORD).read_text())
-    assert record == {"isa": isa(), "torch": torch.__version__, "cxx11_abi": torch.compiled_with_cxx11_abi()}
+    abi = torch.compiled_with_cxx11_abi()
+    assert record == {"isa": isa(), "torch": torch.__version__, "cxx11_abi": abi, "namespace": "deepinfer_cpu"}
 
 
 def test_rendered_sources_lie_beside_the_library() -> None:
@@ -85,9 +86,7 @@ def fake_compiler(folder: Path, script: str) -> str:
         ("exit 1", "does not run"),
     ],
 )
-def test_unfit_compilers_are_refused(
-    script: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfit_compilers_are_refused(script: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, script))
     with pytest.raises(NoCompiler, match=reason):
         cpu_kernels.find_compiler()
