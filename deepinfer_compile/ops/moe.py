@@ -43,7 +43,8 @@ def _keep_groups(choice: Tensor, groups: int, kept: int, rank: str) -> Tensor:
     else:
         group_score = grouped.amax(-1)
     alive = torch.zeros_like(group_score, dtype=torch.bool).scatter(-1, _top(group_score, kept), True)
-    return grouped.masked_fill(~alive.unsqueeze(-1), -math.inf).flatten(-2)
+    kept_only: Tensor = grouped.masked_fill(~alive.unsqueeze(-1), -math.inf).flatten(-2)
+    return kept_only
 
 
 def _route(

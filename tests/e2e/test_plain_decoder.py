@@ -40,7 +40,9 @@ def eager_tokens(model: Any, prompt: list[int]) -> list[int]:
 def test_generation(form: str, native: bool, tmp_path: Path) -> None:
     model = make_plain(form)
     deepinfer_compile.build(model, tmp_path / "b", native=native, pipeline=pipeline())
-    llm = deepinfer_compile.load(tmp_path / "b", native=native, max_model_len=256, max_num_batched_tokens=48)
+    llm = deepinfer_compile.load(
+        tmp_path / "b", native=native, max_model_len=256, max_num_batched_tokens=48, max_num_seqs=8
+    )
     given = prompts(VOCAB, (1, 5, 17, 70, 3))
     got = bundle_tokens(llm, given, COUNT)
     assert got == [eager_tokens(model, p) for p in given]

@@ -61,9 +61,7 @@ def test_gathered_weights(name: str) -> None:
         check_equal(after, model)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("deepseek_v2", torch.float32), ("gpt_oss", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("deepseek_v2", torch.float32), ("gpt_oss", torch.bfloat16)])
 def test_grouped_rows(name: str, dtype: torch.dtype) -> None:
     model = models.make(name, dtype=dtype, num_hidden_layers=2)
     program, ctx = raised_by_hand(capture(model, experts="grouped_mm"), Canonicalize(), RaiseExperts())

@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepinfer_compile.capture import capture
 from deepinfer_compile.errors import ExpectedMatchMissing
 from deepinfer_compile.graph import argument, is_op, tensor
 from deepinfer_compile.ops import ATTENTION, LATENT_ATTENTION
 from deepinfer_compile.passes.cache_attention import CacheAttention
 from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.raise_latent_attention import RaiseLatentAttention
+from deepinfer_compile.passes.raise_rms_norm import RaiseRmsNorm
+from deepinfer_compile.passes.raise_rope import RaiseRope
+from deepinfer_compile.pipeline import Pipeline
 from deepinfer_compile.program import Program
 from tests import models
 from tests.golden_text import check_golden
@@ -176,6 +180,21 @@ def test_required_match_is_an_error_and_can_be_waived() -> None:
     model = toy(Latent(bias=True))
     with pytest.raises(ExpectedMatchMissing, match="the up-projection of the latent has a bias"):
         raised(model, RaiseLatentAttention(require=True))
+    pipeline = Pipeline((Canonicalize(), RaiseLatentAttention(require=True)))
+    program, records = pipeline.run(capture(model), settings={"waive": ["raise-latent-attention"]})
+    assert ops(program) == ["deepinfer.attention"]
+    assert "waived" in records[-1].waived
+    assert "bias" in records[-1].waived
+
+
+def test_after_norms_and_rotation_were_raised() -> None:
+    passes = (Canonicalize(), RaiseRmsNorm(), RaiseRope(), RaiseLatentAttention(require=True))
+    for name in ("deepseek_v2", "deepseek_v3"):
+        model = models.make(name)
+        program, records = run_passes(model, *passes)
+        assert reasons(records) == []
+        assert calls(program, "deepinfer.latent_attention") == 2
+        check_equal(program, model)
 
 
 def test_golden() -> None:

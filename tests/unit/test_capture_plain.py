@@ -1,4 +1,4 @@
-"""Capture of models that are not Transformers': what forward takes, how long it may be; and refusals that name the place."""
+"""Capture of models of no library: what forward takes, how long it may be; and refusals that name the place."""
 
 from __future__ import annotations
 
