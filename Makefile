@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 WORK ?= demo
+# one thread a worker: the tests check results, and two thread pools on two cores only wait for each other
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: demo test test-all lint bench clean
 
@@ -21,10 +23,10 @@ demo: $(BIN)/.model
 	$(BIN)/python -m deepinfer_compile.cli.demo $(WORK)
 
 test: $(BIN)/.installed
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: $(BIN)/.model
-	$(BIN)/python -m pytest -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 lint: $(BIN)/.installed
 	$(BIN)/ruff check .

@@ -12,8 +12,9 @@ import torch
 from torch.fx import Node
 
 from deepinfer_compile.graph import argument, is_op, only_user, target_name, tensor
+from deepinfer_compile.match import CASTS, RESHAPES
 from deepinfer_compile.match_mask import HIDDEN, Term
-from deepinfer_compile.match_moe import CASTS, RESHAPES, A, NearMiss, ancestors, operand, operands, part, uncast
+from deepinfer_compile.match_moe import A, NearMiss, ancestors, before_f32, item_of, operand, operands
 
 SOFTMAX = (A.softmax.int, A._softmax.default)
 PRODUCTS = (A.matmul.default, A.bmm.default, A.einsum.default)
@@ -196,7 +197,7 @@ def _factor(node: Node) -> float | None:
 
 def _is_maximum(node: object, of: Node) -> bool:
     """Whether a node is the row maximum of scores, which a softmax does not notice."""
-    made = part(node, 0) or node
+    made = item_of(node, 0) or node
     return isinstance(made, Node) and is_op(made, A.max.dim, A.amax.default) and made.args[0] is of
 
 
@@ -213,7 +214,7 @@ def _queries_keys(node: Node) -> tuple[Heads, Heads]:
     dims = tensor(turned_k).dim()
     if not is_op(turned_k, A.transpose.int) or {int(d) % dims for d in turned_k.args[1:]} != {dims - 2, dims - 1}:  # type: ignore
         raise NearMiss(f"the keys are {target_name(turned_k)}, not the transpose of a tensor")
-    return Heads(uncast(q)), Heads(uncast(operand(turned_k)))
+    return Heads(before_f32(q)), Heads(before_f32(operand(turned_k)))
 
 
 def _labels(node: Node) -> tuple[list[str], str]:
@@ -232,7 +233,7 @@ def _einsum_scores(node: Node) -> tuple[Heads, Heads]:
         inner = [c for c in of if c not in out]
         if len(inner) != 1 or of not in (f"{out[:2]}{token}{inner[0]}", f"{out[0]}{token}{out[1]}{inner[0]}"):
             raise NearMiss(f"the scores are einsum {node.args[0]}")
-        found.append(Heads(uncast(sides[of]), of[1] == token))
+        found.append(Heads(before_f32(sides[of]), of[1] == token))
     return found[0], found[1]
 
 

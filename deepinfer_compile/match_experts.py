@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from deepinfer_compile.graph import argument, is_op, only_user, tensor, value
+from deepinfer_compile.match import CASTS
 from deepinfer_compile.match_moe import (
-    CASTS,
     A,
     Gate,
     NearMiss,

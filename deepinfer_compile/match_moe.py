@@ -8,7 +8,7 @@ decides only where a piece begins and ends.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -17,11 +17,10 @@ from torch import SymInt, Tensor
 from torch.fx import Node
 
 from deepinfer_compile.graph import is_op, target_name, value
+from deepinfer_compile.match import CASTS
 from deepinfer_compile.ops.activation import KINDS, gate_value
 
 A = torch.ops.aten
-CASTS = (A._to_copy.default, A.to.dtype, A.type_as.default)
-RESHAPES = (A.reshape.default, A.view.default, A._unsafe_view.default)
 CLAMPS = (A.clamp.default, A.clamp_max.default, A.clamp_min.default)
 SHAPE_ONLY = (
     *(A.zeros_like.default, A.ones_like.default, A.full_like.default, A.empty_like.default),
@@ -157,7 +156,7 @@ def operands(node: Node, index: int = 0) -> list[Node]:
     return list(found)  # type: ignore[arg-type]
 
 
-def part(node: object, index: int) -> Node | None:
+def item_of(node: object, index: int) -> Node | None:
     """The call whose element `index` a node is, or None."""
     if is_op(node, operator.getitem) and node.args[1] == index:  # type: ignore[attr-defined]
         source = node.args[0]  # type: ignore[attr-defined]
@@ -165,7 +164,7 @@ def part(node: object, index: int) -> Node | None:
     return None
 
 
-def uncast(node: Node) -> Node:
+def before_f32(node: Node) -> Node:
     """What a node is a copy of in f32: of bf16 widened to f32, the bf16 node. Ops that work in f32 need no copy."""
     while is_op(node, *CASTS) and value(node).dtype == torch.float32:
         source = operand(node)
@@ -304,12 +303,3 @@ def crosses_tokens(node: Node, stops: Sequence[Node]) -> Node | None:
     """A running total between `stops` and a node: how dispatch with a capacity counts, or None."""
     scans = (A.cumsum.default, A.cumprod.default)
     return next((n for n in ancestors(node, stops) if n not in stops and is_op(n, *scans)), None)
-
-
-def unknown_inputs(known: Mapping[str, Any]) -> Callable[[Node], Any]:
-    """A `missing` that looks names up and refuses the others."""
-
-    def missing(node: Node) -> Any:
-        return known[node.name] if node.name in known else no_input(node)
-
-    return missing

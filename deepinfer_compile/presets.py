@@ -14,6 +14,7 @@ from deepinfer_compile.passes.choose_latent_form import ChooseLatentForm
 from deepinfer_compile.passes.fuse_add_norm import FuseAddNorm
 from deepinfer_compile.passes.prove_rowwise import ProveRowwise
 from deepinfer_compile.passes.raise_activation import RaiseActivation
+from deepinfer_compile.passes.raise_attention import RaiseAttention
 from deepinfer_compile.passes.raise_experts import RaiseExperts
 from deepinfer_compile.passes.raise_latent_attention import RaiseLatentAttention
 from deepinfer_compile.passes.raise_output_projection import RaiseOutputProjection
@@ -29,6 +30,7 @@ RAISE: tuple[Pass, ...] = (
     RaiseRouter(),
     RaiseExperts(),
     RaiseActivation(),
+    RaiseAttention(),
     RaiseLatentAttention(require=True),
     BindPositions(),
     RaiseOutputProjection(),

@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, argument, is_op, only_user, tensor, value
+from deepinfer_compile.match import CASTS
 from deepinfer_compile.match_experts import (
     Choice,
     Expert,
@@ -35,7 +36,6 @@ from deepinfer_compile.match_experts import (
     weighted,
 )
 from deepinfer_compile.match_moe import (
-    CASTS,
     NearMiss,
     ancestors,
     id_candidates,

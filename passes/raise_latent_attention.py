@@ -18,7 +18,8 @@ from torch.fx import GraphModule, Node
 
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, argument, is_op, target_name, tensor, value
-from deepinfer_compile.match_moe import RESHAPES, NearMiss, operand, operands, part
+from deepinfer_compile.match import RESHAPES
+from deepinfer_compile.match_moe import NearMiss, item_of, operand, operands
 from deepinfer_compile.ops import ATTENTION, LATENT_ATTENTION
 from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.program import Program
@@ -102,7 +103,7 @@ def _bears_sign(gm: GraphModule) -> bool:
         if not is_op(node, A.split_with_sizes.default) or not is_op(node.args[0], A.linear.default):
             continue
         sizes = node.args[1]
-        first = next((u for u in node.users if part(u, 0) is node), None)
+        first = next((u for u in node.users if item_of(u, 0) is node), None)
         if len(sizes) == 2 and sizes[0] != sizes[1] and first is not None and _reaches_linear(first):
             return True
     return False
@@ -133,7 +134,7 @@ def _slice(node: Node) -> _Slice | None:
         return None
     split = node.args[0] if node.args else None
     index = node.args[1] if len(node.args) > 1 else None
-    if not isinstance(index, int) or part(node, index) is None or not isinstance(split, Node):
+    if not isinstance(index, int) or item_of(node, index) is None or not isinstance(split, Node):
         return None
     if not is_op(split, A.split_with_sizes.default, A.split.Tensor):
         return None

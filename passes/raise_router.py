@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, argument, is_op, target_name, tensor
-from deepinfer_compile.match_moe import CASTS, RESHAPES, Concrete, NearMiss, ancestors, operand, part, uncast
+from deepinfer_compile.match import CASTS, RESHAPES
+from deepinfer_compile.match_moe import Concrete, NearMiss, ancestors, before_f32, item_of, operand
 from deepinfer_compile.ops import EXPERTS, ROUTE
 from deepinfer_compile.passbase import NONE, PassContext, register
 
@@ -144,7 +145,7 @@ def _groups(choice: Node, mask: Node) -> _Router:
     if source is not choice:
         raise NearMiss("groups are ranked by other scores than their experts")
     groups = int(tensor(ranked).shape[-1])
-    index = next((u for u in inner.users if part(u, 1) is inner), None)
+    index = next((u for u in inner.users if item_of(u, 1) is inner), None)
     if index is None or count % groups:
         raise NearMiss("what masks the scores is not a choice of groups")
     probe = Concrete(5)
@@ -162,10 +163,10 @@ def _groups(choice: Node, mask: Node) -> _Router:
 
 def _group_rank(ranked: Node) -> tuple[str, Node]:
     """How groups are ranked, and the scores that they are ranked by."""
-    best = part(ranked.args[0], 0) if is_op(ranked, A.sum.dim_IntList) else None
+    best = item_of(ranked.args[0], 0) if is_op(ranked, A.sum.dim_IntList) else None
     if best is not None and is_op(best, A.topk.default) and argument(best, "k") == 2:
         return "top2", _ungrouped(operand(best))
-    best = part(ranked, 0)
+    best = item_of(ranked, 0)
     if best is not None and is_op(best, A.max.dim):
         return "max", _ungrouped(operand(best))
     if is_op(ranked, A.amax.default):
@@ -194,33 +195,33 @@ def _split_bias(ranked: Node) -> tuple[Node, Node | None]:
 
 def _kind(scores: Node) -> tuple[str, Node]:
     """The scoring function and its logits."""
-    plain = uncast(scores)
+    plain = before_f32(scores)
     if is_op(plain, A.softmax.int, A._softmax.default):
         if plain.args[1] not in (-1, tensor(plain).dim() - 1):
             raise NearMiss("the softmax does not run over the experts")
-        return "softmax", uncast(operand(plain))
+        return "softmax", before_f32(operand(plain))
     if is_op(plain, A.sigmoid.default):
-        return "sigmoid", uncast(operand(plain))
+        return "sigmoid", before_f32(operand(plain))
     root = is_op(plain, A.sqrt.default) or (is_op(plain, A.pow.Tensor_Scalar) and plain.args[1] == 0.5)
     if root and is_op(plain.args[0], A.softplus.default):
         softplus = operand(plain)
         if (argument(softplus, "beta"), argument(softplus, "threshold")) != (1, 20):
             raise NearMiss("the softplus has another slope or threshold")
-        return "sqrt_softplus", uncast(operand(softplus))
+        return "sqrt_softplus", before_f32(operand(softplus))
     return "softmax_topk", plain
 
 
 def _weights(topk: Node, router: _Router) -> _Router:
     """What happens to the chosen scores, from the top-k outwards."""
-    values = next((u for u in topk.users if part(u, 0) is topk and u.users), None)
-    index = next((u for u in topk.users if part(u, 1) is topk and u.users), None)
+    values = next((u for u in topk.users if item_of(u, 0) is topk and u.users), None)
+    index = next((u for u in topk.users if item_of(u, 1) is topk and u.users), None)
     if index is None:
         raise NearMiss("nobody reads which experts were chosen")
     gathers = [u for u in index.users if is_op(u, A.gather.default) and u.args[2] is index and _rank_of(u, topk)]
     if (gathers and values is not None) or len(gathers) > 1:
         raise NearMiss("the chosen scores are read in two ways")
     if gathers:
-        if uncast(operand(gathers[0])) is not uncast(router.scores):
+        if before_f32(operand(gathers[0])) is not before_f32(router.scores):
             raise NearMiss("the weights are taken from other scores than the unbiased ones")
         start = gathers[0]
     elif values is None:
@@ -287,7 +288,7 @@ def _rewrite(topk: Node, r: _Router) -> None:
     args = (r.logits, r.bias, r.kind, topk.args[1], r.groups, r.kept, r.rank, r.normalize, r.eps, r.scale)
     made = edit.call(ROUTE.overload, *args)
     ids, weights = edit.item(made, 0), edit.item(made, 1)
-    for old in [u for u in topk.users if part(u, 1) is topk]:
+    for old in [u for u in topk.users if item_of(u, 1) is topk]:
         others = [u for u in old.users if not is_op(u, EXPERTS.overload)]
         wide = edit.call(A._to_copy.default, ids, dtype=tensor(old).dtype) if others else ids
         old.replace_all_uses_with(wide)

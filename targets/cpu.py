@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -142,7 +143,8 @@ def _aoti(gm: GraphModule, isa: str, package: Path) -> None:
     examples, dynamic = _examples(gm)
     config = {"cpp.march": isa, "cpp.simdlen": SIMD_BITS[isa], "cpp.dynamic_threads": True}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, about how it stores specs
             program = torch.export.export(_Inlined(gm), tuple(examples), dynamic_shapes=(tuple(dynamic),), strict=False)
             torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=config)
     except Exception as err:  # Inductor raises many unrelated types; each means that this block cannot be compiled

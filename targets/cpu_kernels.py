@@ -69,24 +69,25 @@ _UNITS = (
 class Config:
     """Everything the kernel templates may name. Rows are rows of activations, columns are outputs.
 
-    dot_blocks: (rows, columns, unroll) register tiles for weights along K, for 1..dot_rows rows; from wide_from rows on
-    tiles of wide_rows x wide_columns. outer_rows x outer_columns vectors: the tile for weights along N. rows_f32 and
+    dot_blocks: (rows, columns, unroll) register tiles for weights along K, for 1..dot_rows rows. outer_rows x
+    outer_columns vectors: the tile for weights along N, and outer_wide vectors for one row. rows_f32 and
     rows_bf16: the most rows for which streaming the weight beats the library's matrix product. query_rows: query rows
-    of one attention task; least_pages: the fewest pages worth a task of their own.
+    of one attention task; up to scan_rows the cost is reading the cache; least_pages: the fewest pages worth a task.
     """
 
     isa: str
     lanes: int
     dot_rows: int
     dot_blocks: tuple[tuple[int, int, int], ...]
-    wide_from: int
-    wide_rows: int
-    wide_columns: int
     outer_rows: int
     outer_columns: int
     outer_wide: int
     rows_f32: int
     rows_bf16: int
+    deep_columns: int = 64
+    ahead_columns: int = 6
+    chunk_columns: int = 6
+    x_bytes: int = 32768
     chunk_bytes: int = 65536
     prefetch_bytes: int = 9216
     depth_block: int = 64
@@ -94,7 +95,7 @@ class Config:
     thread_bytes: int = 65536
     page: int = PAGE_SIZE
     query_rows: int = 96
-    few_rows: int = 12
+    scan_rows: int = 12
     tasks_per_thread: int = 8
     least_pages: int = 2
     tokens_per_thread: int = 16
@@ -108,23 +109,17 @@ CONFIGS = {
         lanes=16,
         dot_rows=8,
         dot_blocks=((1, 1, 4), (2, 1, 4), (3, 2, 2), (4, 2, 2), (5, 2, 1), (6, 2, 1), (7, 2, 1), (8, 2, 1)),
-        wide_from=24,
-        wide_rows=4,
-        wide_columns=6,
         outer_rows=6,
         outer_columns=4,
         outer_wide=16,
-        rows_f32=64,
-        rows_bf16=24,
+        rows_f32=48,
+        rows_bf16=16,
     ),
     "x86-64-v3": Config(
         isa="x86-64-v3",
         lanes=8,
         dot_rows=4,
         dot_blocks=((1, 1, 4), (2, 1, 4), (3, 2, 1), (4, 2, 1)),
-        wide_from=8,
-        wide_rows=4,
-        wide_columns=3,
         outer_rows=6,
         outer_columns=2,
         outer_wide=8,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,7 +51,8 @@ def export_packed(
     level = quiet.level
     quiet.setLevel(logging.ERROR)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, about how it stores specs
             program = torch.export.export(
                 function, (), kwargs=examples, dynamic_shapes=dynamic, strict=False
             ).run_decompositions({})

@@ -68,7 +68,8 @@ def examine(name: str) -> Row:
     try:
         _fill(row)
     except CompileError as err:
-        row.problem = str(err)
+        said = err.as_json()
+        row.problem = f"{said['what']} ({err.where})" if err.where else str(said["what"])
     except Exception as err:  # a model's own code may fail in any way; the row must say how
         row.problem = f"{type(err).__name__}: {(str(err).strip().splitlines() or ['no message'])[0]}"
     row.seconds = time.perf_counter() - begin

@@ -169,7 +169,7 @@ def test_support_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     text = support_table.markdown([row])
     assert "0 of 1 architecture" in text
     assert "| llama | LlamaForCausalLM | capture |" in text
-    assert "a \\| b where: m.py:3 try: wait |" in text
+    assert "a \\| b (m.py:3) |" in text
 
 
 def test_support_sees_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

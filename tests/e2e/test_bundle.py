@@ -163,3 +163,25 @@ def test_no_compiler_is_an_error_before_anything_is_written(
     with pytest.raises(dc.CompileError, match="no-such-compiler"):
         dc.build(llama, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_bnd_3_a_bundle_for_another_processor_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepinfer_compile.runtime import loading
+
+    isa = dc.load(bundle).files.manifest.variants["cpu"]["requires"]["isa"]
+    monkeypatch.setitem(loading.ISA_FLAGS, isa, ("avx4096",))
+    with pytest.raises(WrongTarget, match="avx4096"):
+        dc.load(bundle)
+    monkeypatch.delitem(loading.ISA_FLAGS, isa)
+    with pytest.raises(WrongTarget, match=isa):
+        dc.load(bundle)
+    dc.load(bundle, native=False)
+
+
+def test_two_bundles_live_in_one_process(llama: Any, bundle: Path, tmp_path: Path) -> None:
+    other = models.make("llama", seed=5)
+    dc.build(other, tmp_path / "other")
+    given = prompts(lengths=(6,))
+    first, second = dc.load(bundle), dc.load(tmp_path / "other")
+    assert bundle_tokens(second, given, 6) == [eager_tokens(other, given[0], 6)]
+    assert bundle_tokens(first, given, 6) == [eager_tokens(llama, given[0], 6)]

@@ -1,4 +1,4 @@
-"""Both forms of latent attention give eager's logits from the same cache, and the choice is recorded with its reason."""
+"""Both forms of latent attention give eager's logits from the same cache; the choice is recorded with its reason."""
 
 from __future__ import annotations
 
