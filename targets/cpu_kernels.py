@@ -118,8 +118,8 @@ CONFIGS = {
     "x86-64-v3": Config(
         isa="x86-64-v3",
         lanes=8,
-        dot_rows=4,
-        dot_blocks=((1, 1, 4), (2, 1, 4), (3, 2, 1), (4, 2, 1)),
+        dot_rows=8,
+        dot_blocks=((1, 1, 4), (2, 1, 4), (3, 3, 1), (4, 3, 1), (5, 2, 1), (6, 2, 1), (7, 1, 1), (8, 1, 1)),
         outer_rows=6,
         outer_columns=2,
         outer_wide=8,

@@ -8,24 +8,23 @@ from deepinfer_compile.errors import BadOption, PipelineOrder
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.passbase import make
 from deepinfer_compile.passes.cache_attention import CacheAttention
-from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.choose_latent_form import ChooseLatentForm
 from deepinfer_compile.passes.raise_latent_attention import RaiseLatentAttention
 from deepinfer_compile.replay import logits_of, weights_from
-from tests import models
 from tests.golden_text import check_golden
-from tests.passes.harness import IDS, ROWS, check_equal, run_passes
+from tests.passes.harness import IDS, ROWS, check_equal
+from tests.passes.stages import canonical, go_on
 from tests.passes.toys import check_twice_is_once, reasons
 
-RAISED = (Canonicalize(), RaiseLatentAttention(require=True), CacheAttention())
+RAISED = (RaiseLatentAttention(require=True), CacheAttention())
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
 def test_forms_are_equal(name: str) -> None:
-    model = models.make(name)
+    model, before = canonical(name)
     out = []
     for form in ("absorbed", "expanded"):
-        program, records = run_passes(model, *RAISED, ChooseLatentForm(form))
+        program, records = go_on(before, *RAISED, ChooseLatentForm(form))
         assert Fact.FORMS in program.facts
         assert len(records[-1].remarks) == 2
         for chunk in (None, 13, 1):
@@ -35,7 +34,7 @@ def test_forms_are_equal(name: str) -> None:
 
 
 def test_reason_and_golden() -> None:
-    program, records = run_passes(models.make("deepseek_v3"), *RAISED, ChooseLatentForm())
+    program, records = go_on(canonical("deepseek_v3")[1], *RAISED, ChooseLatentForm())
     assert reasons(records, "applied") == ["absorbed: absorbed is cheaper below 48 queries a request"] * 2
     lines = [f"{r.kind} {r.graph} {r.node}: {r.reason}" for r in records[-1].remarks]
     check_golden("choose_latent_form", "\n".join(lines) + "\n")
@@ -43,7 +42,7 @@ def test_reason_and_golden() -> None:
 
 
 def test_kept_form_is_a_miss() -> None:
-    _, records = run_passes(models.make("deepseek_v2"), *RAISED, ChooseLatentForm("expanded"))
+    _, records = go_on(canonical("deepseek_v2")[1], *RAISED, ChooseLatentForm("expanded"))
     assert reasons(records) == ["it is expanded already"] * 2
 
 
@@ -55,4 +54,4 @@ def test_options() -> None:
 
 def test_needs_caches() -> None:
     with pytest.raises(PipelineOrder, match="CACHED"):
-        run_passes(models.make("deepseek_v2"), Canonicalize(), ChooseLatentForm())
+        go_on(canonical("deepseek_v2")[1], ChooseLatentForm())

@@ -22,20 +22,17 @@ from deepinfer_compile.program import Program
 from tests import models
 from tests.golden_text import check_golden
 from tests.passes.harness import calls, check_equal, run_passes
+from tests.passes.stages import canonical, go_on
 from tests.passes.toys import before_after, check_toy, check_twice_is_once, ops, raised, reasons, toy
 
+A = torch.ops.aten
 YARN = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 10000.0,
         "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
-LIBRARY: list[tuple[str, dict[str, Any]]] = [
-    ("deepseek_v2", {}),
+SMALL = {"num_hidden_layers": 2, "first_k_dense_replace": 1}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {"q_lora_rank": 40, "v_head_dim": 12}),
-    ("deepseek_v3", {}),
-    ("deepseek_v3", {"q_lora_rank": None, "v_head_dim": 4}),
-    ("deepseek_v3", {"rope_interleave": False}),
-    ("deepseek_v3", {"rope_parameters": YARN}),
+    ("deepseek_v3", {"q_lora_rank": None, "v_head_dim": 4, "rope_interleave": False}),
     ("deepseek_v3", {"num_attention_heads": 1, "num_key_value_heads": 1}),
-    ("llama", {}),
-    ("phi", {}),
 ]
 
 
@@ -44,61 +41,70 @@ def latent_nodes(program: Program) -> list[Any]:
     return [n for gm in program.blocks.values() for n in gm.graph.nodes if is_op(n, LATENT_ATTENTION.overload)]
 
 
-@pytest.mark.parametrize(("name", "changes"), LIBRARY)
-def test_architectures(name: str, changes: dict[str, Any]) -> None:
-    model = models.make(name, **changes)
-    program, records = run_passes(model, Canonicalize(), RaiseLatentAttention(require=True))
-    latent = name.startswith("deepseek")
+def check_latent(program: Program, model: Any, records: Any) -> None:
+    """Every layer's attention is the op, once a block, and the program equals eager."""
     for block in program.blocks:
-        expected = int(latent and block.startswith("layer"))
-        assert calls(program, "deepinfer.latent_attention", block) == expected
-    assert calls(program, "deepinfer.attention") == (0 if latent else 1)
+        assert calls(program, "deepinfer.latent_attention", block) == int(block.startswith("layer"))
+    assert calls(program, "deepinfer.attention") == 0
     assert reasons(records) == []
     check_equal(program, model)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
-def test_cached_in_chunks(name: str) -> None:
-    model = models.make(name)
-    program, _ = run_passes(model, Canonicalize(), RaiseLatentAttention(), CacheAttention())
-    assert {(c.kind, c.shape) for c in program.caches} == {("latent", (64, 32))}
-    check_equal(program, model, chunk=13)
-    check_equal(program, model, chunk=1)
+def test_architectures(name: str) -> None:
+    model, before = canonical(name)
+    program, records = go_on(before, RaiseLatentAttention(require=True))
+    check_latent(program, model, records)
+    check_twice_is_once(program, RaiseLatentAttention(require=True))
+    cached, _ = go_on(program, CacheAttention())
+    assert {(c.kind, c.shape) for c in cached.caches} == {("latent", (64, 32))}
+    check_equal(cached, model, chunk=13)
+    check_equal(cached, model, chunk=1)
+
+
+@pytest.mark.parametrize(("name", "changes"), VARIANTS)
+def test_variants(name: str, changes: dict[str, Any]) -> None:
+    model = models.make(name, **SMALL, **changes)
+    program, records = run_passes(model, Canonicalize(), RaiseLatentAttention(require=True))
+    check_latent(program, model, records)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi"])
+def test_other_attention_is_no_candidate(name: str) -> None:
+    program, records = go_on(canonical(name)[1], RaiseLatentAttention(require=True))
+    assert calls(program, "deepinfer.attention") == 1
+    assert records[-1].remarks == ()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_after_norms_and_rotation_were_raised(name: str) -> None:
+    model, before = canonical(name)
+    program, records = go_on(before, RaiseRmsNorm(), RaiseRope(), RaiseLatentAttention(require=True))
+    check_latent(program, model, records)
 
 
 def test_the_context_is_not_expanded_and_weights_are_views() -> None:
-    program, _ = run_passes(models.make("deepseek_v3"), Canonicalize(), RaiseLatentAttention())
+    program, _ = go_on(canonical("deepseek_v3")[1], RaiseLatentAttention())
     for node in latent_nodes(program):
-        heads, nope, latent = tensor(node.args[4]).shape
-        assert (heads, nope, latent) == (6, 12, 24)
+        assert tensor(node.args[4]).shape == (6, 12, 24)
         assert tensor(node.args[5]).shape == (6, 24, 20)
-        assert all("kv_b" not in str(n.args) for n in node.graph.nodes if is_op(n, torch.ops.aten.linear.default))
+        assert all("kv_b" not in str(n.args) for n in node.graph.nodes if is_op(n, A.linear.default))
         for weight in node.args[4:6]:
             while weight.op != "placeholder":
-                assert weight.target in (
-                    torch.ops.aten.reshape.default,
-                    torch.ops.aten.slice.Tensor,
-                    torch.ops.aten.transpose.int,
-                )
+                assert weight.target in (A.reshape.default, A.slice.Tensor, A.transpose.int)
                 weight = weight.args[0]
             assert weight.meta["weight"] == "self_attn.kv_b_proj.weight"
 
 
 def test_scale_is_taken_exactly() -> None:
-    model = models.make("deepseek_v3", rope_parameters=YARN)
-    before, _ = run_passes(model, Canonicalize())
-    after, _ = run_passes(model, Canonicalize(), RaiseLatentAttention())
+    before, _ = run_passes(models.make("deepseek_v3", rope_parameters=YARN, **SMALL), Canonicalize())
+    after, _ = go_on(before, RaiseLatentAttention())
     scales = [
         [argument(n, "scale") for gm in p.blocks.values() for n in gm.graph.nodes if is_op(n, op.overload)]
         for p, op in ((before, ATTENTION), (after, LATENT_ATTENTION))
     ]
     assert scales[0] == scales[1]
     assert scales[0][0] != pytest.approx(20**-0.5)
-
-
-def test_twice_is_once() -> None:
-    program, _ = run_passes(models.make("deepseek_v3"), Canonicalize(), RaiseLatentAttention(require=True))
-    check_twice_is_once(program, RaiseLatentAttention(require=True))
 
 
 H, DN, DR, DV, DL = 3, 6, 4, 5, 7
@@ -185,16 +191,6 @@ def test_required_match_is_an_error_and_can_be_waived() -> None:
     assert ops(program) == ["deepinfer.attention"]
     assert "waived" in records[-1].waived
     assert "bias" in records[-1].waived
-
-
-def test_after_norms_and_rotation_were_raised() -> None:
-    passes = (Canonicalize(), RaiseRmsNorm(), RaiseRope(), RaiseLatentAttention(require=True))
-    for name in ("deepseek_v2", "deepseek_v3"):
-        model = models.make(name)
-        program, records = run_passes(model, *passes)
-        assert reasons(records) == []
-        assert calls(program, "deepinfer.latent_attention") == 2
-        check_equal(program, model)
 
 
 def test_golden() -> None:

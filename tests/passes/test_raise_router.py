@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepinfer_compile.capture import capture
 from deepinfer_compile.graph import node_text
 from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.raise_router import RaiseRouter
-from deepinfer_compile.pipeline import Pipeline
 from tests import models
 from tests.golden_text import check_golden
 from tests.passes.harness import calls, check_equal, run_passes
+from tests.passes.stages import canonical, go_on
 from tests.passes.toys import before_after, check_toy, check_twice_is_once, ops, raised, reasons, toy
 
 EXPERTS = 8
@@ -36,7 +35,12 @@ LIBRARY: list[tuple[str, dict[str, Any], dict[str, int], str]] = [
     ),
     ("deepseek_v2", {"topk_method": "greedy"}, {"layer1": 1}, "None, 'softmax', 4, 1, 1, 'none', False, 0.0, 1.0"),
     ("deepseek_v3", {}, {"layer1": 1}, "correction_bias, 'sigmoid', 4, 3, 2, 'top2', True, 1e-20, 2.5"),
-    ("deepseek_v3", {"norm_topk_prob": False}, {"layer1": 1}, "'sigmoid', 4, 3, 2, 'top2', False, 0.0, 2.5"),
+    (
+        "deepseek_v3",
+        {"norm_topk_prob": False, "first_k_dense_replace": 1},
+        {"layer1": 1},
+        "'sigmoid', 4, 3, 2, 'top2', False, 0.0, 2.5",
+    ),
 ]
 
 
@@ -47,8 +51,12 @@ def route_lines(program: Any) -> list[str]:
 
 @pytest.mark.parametrize(("name", "changes", "expected", "arguments"), LIBRARY)
 def test_architectures(name: str, changes: dict[str, Any], expected: dict[str, int], arguments: str) -> None:
-    model = models.make(name, **changes)
-    program, records = run_passes(model, Canonicalize(), RaiseRouter())
+    if changes:
+        model = models.make(name, num_hidden_layers=2, **changes)
+        program, records = run_passes(model, Canonicalize(), RaiseRouter())
+    else:
+        model, before = canonical(name)
+        program, records = go_on(before, RaiseRouter())
     for block in program.blocks:
         assert calls(program, "deepinfer.route", block) == expected.get(block, 0)
     assert calls(program, "aten.topk") == 0
@@ -58,15 +66,12 @@ def test_architectures(name: str, changes: dict[str, Any], expected: dict[str, i
 
 
 def test_twice_is_once() -> None:
-    model = models.make("deepseek_v3")
-    program, _ = run_passes(model, Canonicalize(), RaiseRouter())
+    program, _ = go_on(canonical("deepseek_v3")[1], RaiseRouter())
     check_twice_is_once(program, RaiseRouter())
 
 
 def test_capped_pass_leaves_the_rest() -> None:
-    program, records = Pipeline((Canonicalize(), RaiseRouter())).run(
-        capture(models.make("gpt_oss")), limits={"raise-router": 1}
-    )
+    program, records = go_on(canonical("gpt_oss")[1], RaiseRouter(), limits={"raise-router": 1})
     assert calls(program, "deepinfer.route") == 1
     assert records[-1].count("applied") == 1
 
