@@ -1,4 +1,4 @@
-"""Latent attention is found however it is written, keeps its scale to the bit, and equals eager; near misses say why."""
+"""Latent attention is found however it is written, keeps its scale to the bit and equals eager; misses say why."""
 
 from __future__ import annotations
 

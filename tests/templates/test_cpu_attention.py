@@ -160,6 +160,17 @@ def test_one_key_head_for_many_queries() -> None:
     Case([5, 1], [200, 77], heads=40, kv_heads=1, width=32, value_width=48).check()
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        Case([1, 1, 90], [1500, 30, 400], sinks=True).check()
+        Case([1, 2], [700, 66], heads=8, kv_heads=8).check()
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_padding_requests_and_padding_tokens() -> None:
     case = Case([1, 0, 2, 0], [10, 0, 80, 0], spare=3)
     case.slot[2] = -1  # a padding token inside a request, the newest one

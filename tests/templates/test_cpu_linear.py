@@ -30,7 +30,7 @@ def check(x: Tensor, w: Tensor, b: Tensor | None, got: Tensor) -> None:
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 24, 25, 31, 48, 63, 64, 65, 130])
 def test_linear(rows: int, dtype: torch.dtype) -> None:
     ops = load() and torch.ops.deepinfer_cpu
-    for depth, outputs in [(1, 1), (7, 3), (64, 50), (130, 33), (576, 192), (1000, 13)]:
+    for depth, outputs in [(1, 1), (7, 3), (64, 50), (130, 33), (576, 192), (2501, 70)]:
         x = values(rows, depth, dtype=dtype)
         w = values(outputs, depth, dtype=dtype, seed=1, size=depth**-0.5)
         b = values(outputs, dtype=dtype, seed=2)
@@ -48,6 +48,20 @@ def test_linears_equals_one_by_one(rows: int, dtype: torch.dtype) -> None:
     for w, b, got in zip(weights, biases, ops.linears(x, weights, biases), strict=True):
         check(x, w, b, got)
         assert torch.equal(got, ops.linear(x, w, b))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 20])
+def test_threads_share_the_columns(rows: int) -> None:
+    ops = load() and torch.ops.deepinfer_cpu
+    x, before = values(rows, 600, dtype=torch.float32), torch.get_num_threads()
+    weights = [values(n, 600, dtype=torch.float32, seed=n, size=0.04) for n in (500, 1, 301)]
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for w, got in zip(weights, ops.linears(x, weights, [None] * 3), strict=True):
+                check(x, w, None, got)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_leading_shape_and_strides() -> None:

@@ -227,7 +227,7 @@ def test_mla_5_order_of_tokens_matters(interleave: bool) -> None:
         want = eager_logits(model, ids, [44])
         assert (got - want).abs().max() <= 2e-6 * max(1.0, want.abs().max().item())
         out.append(got)
-    assert (out[0] - out[1]).abs().max() > 1e-4
+    assert (out[0] - out[1]).abs().max() > 2e-5
 
 
 @pytest.mark.parametrize(("name", "compressed"), [("deepseek_v2", None), ("deepseek_v3", None), ("deepseek_v3", 48)])
