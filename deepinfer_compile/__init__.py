@@ -28,7 +28,17 @@ _PUBLIC = {
     "BuildSettings": "settings",
 }
 
-__all__ = ["CompileError", "__version__", *_PUBLIC]
+__all__ = [
+    "LLM",
+    "BuildSettings",
+    "CompileError",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "build",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,8 @@ from deepinfer_compile.program import Program
 def peak_bytes(program: Program) -> dict[str, int]:
     """Liveness over the skeleton: the largest sum of live block outputs, as bytes per token and bytes per wanted row.
 
-    Inputs, weights and caches are not counted; each value dies after its last use, as in the executor. Workspace inside a
-    block is the block's own.
+    Inputs, weights and caches are not counted; each value dies after its last use, as in the executor. Workspace
+    inside a block is the block's own.
     """
     place = {n: i for i, n in enumerate(program.skeleton.graph.nodes)}
     ids = next(n for n in program.inputs() if n.name == "input_ids")

@@ -1,8 +1,8 @@
 """The torch.compile door: `torch.compile(model, backend="deepinfer")`.
 
-Dynamo's graph is traced to ATen before dispatch (so that linear and attention stay whole), raised by the same block passes
-as a bundle, and handed to Inductor with every dialect op inlined as its reference. Graphs that this cannot do justice to
-are left to Inductor unchanged, with the reason logged and counted: under autograd, or with writes to inputs.
+Dynamo's graph is traced to ATen before dispatch (so that linear and attention stay whole), raised by the same block
+passes as a bundle, and handed to Inductor with every dialect op inlined as its reference. Graphs that this cannot do
+justice to are left to Inductor unchanged, with the reason logged and counted: under autograd, or with writes to inputs.
 """
 
 from __future__ import annotations
@@ -107,9 +107,13 @@ def _as_program(gm: GraphModule) -> Program:
             holes.append(hole)
     call = graph.call_module("body", tuple(holes))
     out = next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0]
-    vals = tuple(n.meta["val"] if hasattr(n, "meta") else n for n in (out if isinstance(out, (tuple, list)) else (out,)))
+    vals = tuple(
+        n.meta["val"] if hasattr(n, "meta") else n for n in (out if isinstance(out, (tuple, list)) else (out,))
+    )
     call.meta = {"val": vals, "layer": 0}
     graph.output(call)
     root = nn.Module()
     root.add_module("body", gm)
-    return Program("backend", GraphModule(root, graph), {"body": gm}, {}, {}, facts=frozenset({Fact.SHAPES, Fact.FUNCTIONAL}))
+    return Program(
+        "backend", GraphModule(root, graph), {"body": gm}, {}, {}, facts=frozenset({Fact.SHAPES, Fact.FUNCTIONAL})
+    )

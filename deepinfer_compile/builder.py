@@ -32,7 +32,8 @@ from deepinfer_compile.bundle import (
 )
 from deepinfer_compile.capture import capture
 from deepinfer_compile.capture.source import ModelSource, open_source
-from deepinfer_compile.errors import BadOption, TargetUnavailable
+from deepinfer_compile.errors import BadOption, TargetUnavailable, UnsupportedConstruct
+from deepinfer_compile.graph import place_of
 from deepinfer_compile.graphjson import to_json
 from deepinfer_compile.phases import crossover, phase_programs
 from deepinfer_compile.pipeline import Observer, Pipeline, Record
@@ -40,8 +41,9 @@ from deepinfer_compile.presets import default
 from deepinfer_compile.program import Program
 from deepinfer_compile.programjson import program_to_json
 from deepinfer_compile.replay import vocabulary
-from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.report import write_report
+from deepinfer_compile.runtime.batch import PAGE_SIZE
+from deepinfer_compile.runtime.interpret import known_namespace
 from deepinfer_compile.settings import BuildSettings
 from deepinfer_compile.targets import get_target
 from deepinfer_compile.targets.base import Target, Variant
@@ -136,6 +138,18 @@ def block_hash(gm: GraphModule) -> str:
     return sha256(json.dumps(to_json(gm), sort_keys=True).encode()).hexdigest()
 
 
+def _check_portable(block: str, gm: GraphModule) -> None:
+    """Every call is one that a bundle may hold. Raises UnsupportedConstruct."""
+    for node in gm.graph.nodes:
+        namespace = getattr(node.target, "namespace", "")
+        if node.op == "call_function" and namespace and not known_namespace(namespace):
+            raise UnsupportedConstruct(
+                construct=f"{node.target} in block {block}, an operation of another package that no pass replaced",
+                fix="see what raising missed with `deepinfer-compile explain`",
+                where=place_of(node),
+            )
+
+
 def _program_files(compiled: Compiled) -> tuple[dict[str, GraphModule], dict[str, Any]]:
     """Distinct blocks over all programs by hash, and the program files of the bundle."""
     blocks: dict[str, GraphModule] = {}
@@ -145,6 +159,8 @@ def _program_files(compiled: Compiled) -> tuple[dict[str, GraphModule], dict[str
         names = {}
         for block, gm in program.blocks.items():
             digest = block_hash(gm)
+            if digest not in blocks:
+                _check_portable(block, gm)
             blocks.setdefault(digest, gm)
             names[block] = digest
         for digest in names.values():
@@ -205,11 +221,11 @@ def _write_tokenizer(writer: BundleWriter, source: ModelSource) -> None:
 
 def _manifest(compiled: Compiled, options: BuildSettings, variants: Sequence[Variant], ledger: Ledger) -> Manifest:
     source, first = compiled.source, next(iter(compiled.programs.values()))
-    limit = options.max_model_len or source.context
-    if limit > source.context:
-        raise BadOption(
-            name="max_model_len", value=limit, reason=f"the model's context is {source.context}", fix="lower it"
-        )
+    # a model's own tables may end before its stated context
+    context = min(source.context, int(compiled.captured.info.get("max_tokens", source.context)))
+    limit = options.max_model_len or context
+    if limit > context:
+        raise BadOption(name="max_model_len", value=limit, reason=f"the model's context is {context}", fix="lower it")
     names = {n: (r.dtype, r.shape) for p in compiled.programs.values() for r in p.weights.values() for n in [r.name]}
     for group in ledger.tied:
         spec = next((names[n] for n in group if n in names), None)

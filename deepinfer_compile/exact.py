@@ -1,7 +1,7 @@
 """The exact form of a program: every floating type widened to fp64.
 
-Two stages of a pipeline that mean the same function agree in fp64 to about 1e-12, whatever they are computed in; a wrong
-epsilon or a missing term shows at once. So algebra is proven on the exact form, and rounding on the original one.
+Two stages of a pipeline that mean the same function agree in fp64 to about 1e-12, whatever they are computed in; a
+wrong epsilon or a missing term shows at once. So algebra is proven on the exact form, and rounding on the original one.
 """
 
 from __future__ import annotations

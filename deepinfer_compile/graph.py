@@ -1,8 +1,8 @@
 """Our narrow view of torch.fx: predicates, edits that keep shapes known, and the stable text form.
 
-Every value in a graph carries `meta["val"]`, a fake tensor (or symbolic integer) that states shape and dtype. Edits made
-through `Editor` compute it for new nodes by running the op on the operands' fake values, so that no pass can create
-a node of unknown shape. `to_text` is for people and golden files; `graphjson` is the form that loads.
+Every value in a graph carries `meta["val"]`, a fake tensor (or symbolic integer) that states shape and dtype. Edits
+made through `Editor` compute it for new nodes by running the op on the operands' fake values, so that no pass can
+create a node of unknown shape. `to_text` is for people and golden files; `graphjson` is the form that loads.
 """
 
 from __future__ import annotations

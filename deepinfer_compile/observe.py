@@ -93,8 +93,8 @@ class PrintAfter(Observer):
 class NumericReplay(Observer):
     """Replay every stage against the captured program and name the first pass that leaves tolerance.
 
-    Each stage runs twice: widened to fp64, where it must agree to EXACT_TOLERANCE, and as it is, where it must stay within
-    TOLERANCES of its dtype. A cached stage is read in chunks. The errors of all stages are kept in `errors`.
+    Each stage runs twice: widened to fp64, where it must agree to EXACT_TOLERANCE, and as it is, where it must stay
+    within TOLERANCES of its dtype. A cached stage is read in chunks. The errors of all stages are kept in `errors`.
     """
 
     weights: Mapping[str, Tensor]

@@ -1,8 +1,8 @@
 """What a pass is: a frozen dataclass whose fields are its options, with declared needs, makes and breaks.
 
-The contract. A pass gets its own copy of the program and may edit it freely; nobody sees it half done. It reads only the
-program, the context and its fields. Every candidate ends as `ctx.claim` (and is then rewritten) or `ctx.miss` with a
-reason; silence about a candidate is a bug. It never checks, times, logs or dumps: the pipeline does.
+The contract. A pass gets its own copy of the program and may edit it freely; nobody sees it half done. It reads only
+the program, the context and its fields. Every candidate ends as `ctx.claim` (and is then rewritten) or `ctx.miss` with
+a reason; silence about a candidate is a bug. It never checks, times, logs or dumps: the pipeline does.
 """
 
 from __future__ import annotations

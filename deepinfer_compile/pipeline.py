@@ -6,8 +6,8 @@ pass that fails leaves the program as it was before it; the error carries a repr
 
 from __future__ import annotations
 
-import inspect
 import hashlib
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

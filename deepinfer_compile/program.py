@@ -112,23 +112,26 @@ class Program:
         flat = Graph()
         env: dict[Node, Any] = {}
         for node in self.skeleton.graph.nodes:
-            if node.op != "call_module":
-                env[node] = flat.node_copy(node, lambda n: env[n])
-                env[node].meta = dict(node.meta)
+            if node.op == "call_module":
+                env[node] = _inline(self.blocks[str(node.target)].graph, flat, [env[a] for a in node.args])  # type: ignore[index]
                 continue
-            inner: dict[Node, Any] = {}
-            block = self.blocks[str(node.target)]
-            holes = [n for n in block.graph.nodes if n.op == "placeholder"]
-            inner.update(zip(holes, (env[a] for a in node.args)))  # type: ignore[index]
-            for n in block.graph.nodes:
-                if n.op == "output":
-                    env[node] = torch.fx.node.map_arg(n.args[0], lambda m: inner[m])
-                elif n.op != "placeholder":
-                    inner[n] = flat.node_copy(n, lambda m: inner[m])
-                    inner[n].meta = dict(n.meta)
+            env[node] = flat.node_copy(node, lambda n: env[n])
+            env[node].meta = dict(node.meta)
         _resolve_items(flat)
         remove_dead(flat)
         return GraphModule(torch.nn.Module(), flat)
+
+
+def _inline(block: Graph, into: Graph, values: list[Any]) -> Any:
+    """Copy a block's nodes for the given input values; returns what it gives."""
+    env: dict[Node, Any] = dict(zip((n for n in block.nodes if n.op == "placeholder"), values))
+    for node in block.nodes:
+        if node.op == "output":
+            return torch.fx.node.map_arg(node.args[0], lambda n: env[n])
+        if node.op != "placeholder":
+            env[node] = into.node_copy(node, lambda n: env[n])
+            env[node].meta = dict(node.meta)
+    raise ValueError("a block has no output")
 
 
 def _resolve_items(graph: Graph) -> None:

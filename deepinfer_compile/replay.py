@@ -1,7 +1,7 @@
 """Run any stage of a program on sample tokens with the reference of every op: the basis of all numeric proof.
 
-Captured, raised and cached stages take different inputs but mean the same function: token ids of one sequence in, logits
-of chosen rows out. A cached stage reads the sequence in chunks through poisoned, shuffled pages.
+Captured, raised and cached stages take different inputs but mean the same function: token ids of one sequence in,
+logits of chosen rows out. A cached stage reads the sequence in chunks through poisoned, shuffled pages.
 """
 
 from __future__ import annotations

@@ -36,6 +36,14 @@ ALLOWED_FUNCTIONS: frozenset[object] = frozenset(
 )
 
 
+CAPTURED_NAMESPACES = ("transformers",)
+"""Namespaces that captured graphs may hold and bundles may not: raising replaces their operations."""
+
+
+def _known(namespace: str) -> bool:
+    return known_namespace(namespace) or namespace in CAPTURED_NAMESPACES
+
+
 def rule_lint(gm: GraphModule) -> Iterator[str]:
     """The graph is well formed: every operand is defined before its use."""
     try:
@@ -51,7 +59,7 @@ def rule_targets(gm: GraphModule) -> Iterator[str]:
             continue
         if node.op != "call_function":
             yield f"{node_text(node)}: {node.op} is not a call of an op"
-        elif node.target not in ALLOWED_FUNCTIONS and not known_namespace(getattr(node.target, "namespace", "")):
+        elif node.target not in ALLOWED_FUNCTIONS and not _known(getattr(node.target, "namespace", "")):
             yield f"{node_text(node)}: it is no operation of a known namespace"
 
 
@@ -112,7 +120,8 @@ def rule_calls(program: Program) -> Iterator[str]:
         given_out = output_values(block)
         wanted = value(call) if isinstance(value(call), (tuple, list)) else (value(call),)
         if not same(tuple(given_out), tuple(wanted)):
-            yield f"{call.target}: gives {shape_text(tuple(given_out))}, the skeleton records {shape_text(tuple(wanted))}"
+            gives, records = shape_text(tuple(given_out)), shape_text(tuple(wanted))
+            yield f"{call.target}: gives {gives}, the skeleton records {records}"
 
 
 def rule_weights(program: Program) -> Iterator[str]:

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-from torch._dynamo.source import ConstantSource
 
 from deepinfer_compile.errors import UnsupportedConstruct
 from deepinfer_compile.facts import Fact

@@ -54,5 +54,3 @@ def _merge(nodes: list[Node], many: str) -> None:
     together = edit.call(resolve(f"{many}.default"), nodes[0].args[0], weights, biases)
     for i, node in enumerate(nodes):
         edit.replace(node, edit.item(together, i))
-
-

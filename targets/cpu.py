@@ -31,8 +31,8 @@ from deepinfer_compile.ops.cpu import register_fakes
 from deepinfer_compile.passbase import Pass
 from deepinfer_compile.passes.merge_linears import MergeLinears
 from deepinfer_compile.passes.select_kernels import SelectKernels
-from deepinfer_compile.targets.base import Limits, Variant
 from deepinfer_compile.runtime.native import load_kernels
+from deepinfer_compile.targets.base import Limits, Variant
 from deepinfer_compile.targets.cpu_kernels import (
     ISAS,
     LIBRARY,
@@ -51,6 +51,7 @@ KERNELS = (
 """Ops with a kernel, and the kernel's name in the library's namespace."""
 SIMD_BITS = {"x86-64-v3": 256, "x86-64-v4": 512}
 MAX_SIZE = 1 << 40
+LIMITS = Limits(dtypes=("float32", "bfloat16"), device="cpu")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class CpuTarget:
     """x86-64 Linux."""
 
     name: str = "cpu"
-    limits: Limits = Limits(dtypes=("float32", "bfloat16"), device="cpu")
+    limits: Limits = LIMITS
 
     def missing(self) -> str | None:
         try:

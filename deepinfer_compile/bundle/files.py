@@ -37,6 +37,7 @@ def combined(chunks: Iterable[str]) -> str:
 
 
 def chunk_count(size: int) -> int:
+    """How many chunks hash a file of `size` bytes."""
     return -(-size // CHUNK)
 
 

@@ -75,9 +75,8 @@ def trimmed(model: nn.Module, plan: LayerPlan | None) -> Iterator[None]:
     saved: list[tuple[Any, str, Any]] = []
     for config in configs.values():
         for key, held in list(vars(config).items()):
-            if isinstance(held, list) and len(held) == len(full) and key not in ("architectures",):
-                saved.append((config, key, held))
-            elif key == "num_hidden_layers" and held == len(full):
+            a_list = isinstance(held, list) and len(held) == len(full) and key != "architectures"
+            if a_list or (key == "num_hidden_layers" and held == len(full)):
                 saved.append((config, key, held))
     try:
         setattr(parent, attr, nn.ModuleList([full[i] for i in plan.kept]))

@@ -1,7 +1,7 @@
 """Rotary frequencies that depend on a request's length, decided per request instead of per batch.
 
-Transformers picks LongRoPE's factors (arXiv 2402.13753), or the dynamic NTK base, from the largest position of the whole
-call. In a packed call that would let one request change another's results. Here the choice is made per token from
+Transformers picks LongRoPE's factors (arXiv 2402.13753), or the dynamic NTK base, from the largest position of the
+whole call. In a packed call that would let one request change another's results. Here the choice is made per token from
 `context_hint`, the length that the request's own eager call would have seen.
 """
 
@@ -55,7 +55,8 @@ def _forward(module: Any, choose: Callable[[Tensor], Tensor], hint: Hint) -> Cal
     plain = getattr(type(module).forward, "__wrapped__", None)
     if plain is None:
         raise UnsupportedConstruct(
-            construct=f"{type(module).__name__} changes its rotary frequencies in a way of its own", fix="report the model"
+            construct=f"{type(module).__name__} changes its rotary frequencies in a way of its own",
+            fix="report the model",
         )
 
     def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:

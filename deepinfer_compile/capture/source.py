@@ -116,7 +116,7 @@ def concrete_buffers(model: Any) -> dict[str, Tensor]:
             full = f"{prefix}.{name}" if prefix else name
             if (value.isnan() if value.is_floating_point() else value == -(2**20)).any():
                 raise UnsupportedConstruct(
-                    construct=f"buffer {full} of {type(module).__name__} is in no checkpoint and its module cannot make it",
+                    construct=f"buffer {full} of {type(module).__name__}, in no checkpoint, left by its module",
                     fix="build from a module in memory instead of a folder",
                 )
             found[full] = value

@@ -65,7 +65,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def short_place(text: str) -> str:
     """Text without the folder that packages are installed in, which is particular to one machine."""
-    return re.sub(r"[^\s\"']*/site-packages/", "", text)
+    return re.sub(r"[^\s\"'(]*/site-packages/", "", text)
 
 
 def plural(count: int, word: str) -> str:

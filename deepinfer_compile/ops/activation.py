@@ -14,8 +14,8 @@ KINDS = ("silu", "gelu", "gelu_tanh", "relu", "swiglu_oai", "swiglu_clamp")
 def gate_value(gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     """act(gate) combined with up, elementwise, in the dtype of the operands.
 
-    swiglu_oai (GPT-OSS): gate clamped from above by limit, up to [-limit, limit], (up + 1) * gate * sigmoid(alpha gate).
-    swiglu_clamp (DeepSeek-V4): the same clamps, then silu(gate) * up. alpha and limit are unused elsewhere.
+    swiglu_oai (GPT-OSS): gate clamped from above by limit, up to [-limit, limit], (up + 1) * gate * sigmoid(alpha
+    gate). swiglu_clamp (DeepSeek-V4): the same clamps, then silu(gate) * up. alpha and limit are unused elsewhere.
     """
     if kind == "silu":
         return F.silu(gate) * up

@@ -17,7 +17,8 @@ from deepinfer_compile.ops.registry import Work, define, size_bytes, wide
 
 
 def masked_softmax(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last axis of f32 scores [..., H, T, S] where `visible` is true; a row with nothing visible is 0."""
+    """Softmax over the last axis of f32 scores [..., H, T, S] where `visible` is true; a row with nothing visible is
+    0."""
     scores = scores.masked_fill(~visible, -math.inf)
     top = scores.amax(-1, keepdim=True) if scores.shape[-1] else scores.new_full((*scores.shape[:-1], 1), -math.inf)
     if sinks is not None:

@@ -1,9 +1,9 @@
 """Latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values are up-projections of one
 latent row a token, shared by all heads, beside one rotary key.
 
-score(h, i, j) = scale * (q_nope[i, h] . (w_uk[h] c[j]) + q_rope[i, h] . k_rope[j]);  out[i, h] = w_uv[h]^T sum_j p c[j].
-Two orders of the same products: `expanded` up-projects the context (cheaper for many queries), `absorbed` moves the
-up-projections to the query and the result (cheaper for few), so only the latent rows are read.
+score(h, i, j) = scale * (q_nope[i, h] . (w_uk[h] c[j]) + q_rope[i, h] . k_rope[j]);  out[i, h] = w_uv[h]^T sum_j p
+c[j]. Two orders of the same products: `expanded` up-projects the context (cheaper for many queries), `absorbed` moves
+the up-projections to the query and the result (cheaper for few), so only the latent rows are read.
 """
 
 from __future__ import annotations

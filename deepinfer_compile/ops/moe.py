@@ -63,7 +63,8 @@ def _route(
         raise ValueError(f"no router of kind {kind!r} with group rank {group_rank!r}")
     clean = wide(logits)
     bad = torch.isnan(clean)
-    scores = _scores(clean.masked_fill(bad, -math.inf), kind)
+    clean = clean.masked_fill(bad, -math.inf)
+    scores = _scores(clean, kind)
     choice = scores if bias is None else scores + wide(bias)
     choice = torch.where(bad | torch.isnan(choice), -math.inf, choice)
     if groups > 1:
@@ -74,7 +75,8 @@ def _route(
         weights = torch.softmax(weights, -1)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + eps)
-    return ids.to(torch.int32), weights * scale
+    hopeless = (clean == -math.inf).all(-1, keepdim=True)
+    return ids.to(torch.int32), (weights * scale).masked_fill(hopeless, math.nan)
 
 
 def _route_fake(logits: Tensor, bias: Tensor | None, kind: str, k: int, *rest: object) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""Runs a bundle's programs: a flat list of block calls over a list of values, nothing decided at run time but which program.
+"""Runs a bundle's programs: a flat list of block calls over a list of values, nothing decided at run time but which
+program.
 
 A program stores its skeleton as data. At load each block gets a runner (a native package, or the graph on reference
 operations) and each value a place in a list; a step fills the inputs and walks the calls.

@@ -35,8 +35,8 @@ class BundleLLM(LLM):
     def reload(self, checkpoint: str | Path) -> None:
         """Take the weights of another checkpoint of the same model, in place; on any error none is changed.
 
-        Every tensor follows by the bundle's own recipes. Cached context of running requests would not fit the new weights,
-        so there must be none. Raises BadRequest, and what reading a checkpoint raises.
+        Every tensor follows by the bundle's own recipes. Cached context of running requests would not fit the new
+        weights, so there must be none. Raises BadRequest, and what reading a checkpoint raises.
         """
         if self.active:
             raise BadRequest(request=self.active[0], reason="it is running", fix="reload when all requests are done")

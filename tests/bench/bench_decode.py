@@ -1,4 +1,5 @@
-"""Decode and prefill of SmolLM2-135M, fp32, context 512, on this CPU: the bundle against what a user would otherwise run.
+"""Decode and prefill of SmolLM2-135M, fp32, context 512, on this CPU: the bundle against what a user would otherwise
+run.
 
 `python -m tests.bench.bench_decode FOLDER` (the demo's folder). Each contestant runs in its own process; a rate is the
 median of three runs of 32 decode steps after the prompt. Weights of the bundle are memory-mapped files.
@@ -107,7 +108,9 @@ def main(folder: Path) -> None:
         best = max(rows[n][str(b)]["decode"] for n in rows if n != "this bundle")
         fastest = min(rows[n][str(b)]["prefill"] for n in rows if n != "this bundle")
         ours = rows["this bundle"][str(b)]
-        print(f"batch {b}: decode {ours['decode'] / best:.2f}x the better peer, prefill {fastest / ours['prefill']:.2f}x")
+        print(
+            f"batch {b}: decode {ours['decode'] / best:.2f}x the better peer, prefill {fastest / ours['prefill']:.2f}x"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""torch.compile(model, backend="deepinfer"): eager's results, dialect ops inside, and a stated reason where it steps aside."""
+"""torch.compile(model, backend="deepinfer"): eager's results, dialect ops inside, and a stated reason where it steps
+aside."""
 
 from __future__ import annotations
 

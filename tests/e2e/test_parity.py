@@ -1,5 +1,5 @@
-"""Acceptance: greedy tokens equal eager Transformers for every architecture. Three of them natively, the rest natively too
-in `make test-all`."""
+"""Acceptance: greedy tokens equal eager Transformers for every architecture. Three of them natively, the rest natively
+too in `make test-all`."""
 
 from pathlib import Path
 
@@ -16,6 +16,8 @@ def test_graph_programs_equal_eager(name: str, tmp_path: Path) -> None:
     check_parity(models.make(name), tmp_path / "b", native=False, count=48)
 
 
-@pytest.mark.parametrize("name", [n if n in NATIVE else pytest.param(n, marks=pytest.mark.slow) for n in models.CONFIGS])
+@pytest.mark.parametrize(
+    "name", [n if n in NATIVE else pytest.param(n, marks=pytest.mark.slow) for n in models.CONFIGS]
+)
 def test_native_programs_equal_eager(name: str, tmp_path: Path) -> None:
     check_parity(models.make(name), tmp_path / "b", native=True)

@@ -49,6 +49,6 @@ def test_every_pass_holds_and_every_block_is_raised(name: str) -> None:
     ]
     for op, count in WANTED[name].items():
         assert names.count(op) == count
-    assert not any(
-        str(n.target) == "aten.rsqrt.default" for gm in packed.blocks.values() for n in gm.graph.nodes
-    ), "an RMSNorm was left in ATen"
+    assert not any(str(n.target) == "aten.rsqrt.default" for gm in packed.blocks.values() for n in gm.graph.nodes), (
+        "an RMSNorm was left in ATen"
+    )

@@ -11,7 +11,7 @@ from tests.passes.harness import calls, check_equal, run_passes
 @pytest.mark.parametrize("name", models.CONFIGS)
 def test_cached_equals_eager(name: str) -> None:
     model = models.make(name)
-    program, records = run_passes(model, Canonicalize(), CacheAttention())
+    program, _ = run_passes(model, Canonicalize(), CacheAttention())
     assert calls(program, "deepinfer.attention") == 0
     assert len(program.caches) == model.config.num_hidden_layers
     check_equal(program, model)

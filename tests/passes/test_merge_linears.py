@@ -14,7 +14,6 @@ from tests import models
 from tests.cpu_library import load
 from tests.passes.harness import calls, check_equal, run_passes
 
-
 KERNELS = tuple((op, f"deepinfer_cpu.{kernel}") for op, kernel in NAMES)
 
 
@@ -34,7 +33,7 @@ def test_query_key_value_and_gate_up_merge() -> None:
     assert calls(after, "deepinfer_cpu.linears", "layer0") == 2
     assert records[-1].count("applied") == 2
     check_equal(after, model, tol=5e-6)
-    again, records = run_passes(model, merge, program=after)
+    _, records = run_passes(model, merge, program=after)
     assert records[-1].count("applied") == 0
 
 

@@ -12,7 +12,6 @@ from tests import models
 from tests.cpu_library import load
 from tests.passes.harness import calls, check_equal, run_passes
 
-
 KERNELS = tuple((op, f"deepinfer_cpu.{kernel}") for op, kernel in NAMES)
 
 
