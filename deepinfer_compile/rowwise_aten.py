@@ -19,6 +19,7 @@ def _first(call: Call) -> Node:
 
 @rule(
     *("aten._to_copy", "aten.to", "aten.type_as", "aten.copy", "aten.alias", "aten.contiguous", "aten.detach"),
+    *("aten.multiply", "aten.divide", "aten.subtract"),  # other names, which torch does not tag as pointwise
     *("aten.lift_fresh_copy", "aten.masked_fill", "aten.where", "aten.polar", "aten.complex", "aten._conj"),
     *("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like"),
 )
@@ -164,7 +165,7 @@ def _unbind(call: Call) -> Value:
     return call.same_for_all(_select(call))
 
 
-@rule("aten.cat")
+@rule("aten.cat", "aten.concat")
 def _cat(call: Call) -> Value:
     parts: Any = _first(call)
     found = aligned(call, list(parts), call.result_rank())
