@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
@@ -99,7 +100,8 @@ def fake_mode_of(graph: Graph) -> FakeTensorMode:
 def evaluate(target: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
     """What `target` gives on the fake values of the given node arguments."""
     fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), value)
-    with mode, torch.no_grad():
+    # the Python dispatcher keeps sizes symbolic through composite ops, which in C++ may ask for their hints
+    with mode, torch.no_grad(), enable_python_dispatcher():
         return target(*fake_args, **fake_kwargs)
 
 

@@ -24,14 +24,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from deepinfer_compile import ops
 from deepinfer_compile.artifacts import cached
-from deepinfer_compile.errors import NativeBuildFailed, NoCompiler
+from deepinfer_compile.errors import NativeBuildFailed, NoCompiler, TargetUnavailable
 from deepinfer_compile.graph import value
 from deepinfer_compile.graphjson import to_json
 from deepinfer_compile.ops.cpu import register_fakes
 from deepinfer_compile.passbase import Pass
 from deepinfer_compile.passes.merge_linears import MergeLinears
 from deepinfer_compile.passes.select_kernels import SelectKernels
-from deepinfer_compile.runtime.native import load_kernels
+from deepinfer_compile.runtime.native import load_kernels, processor_flags
 from deepinfer_compile.targets.base import Limits, Variant
 from deepinfer_compile.targets.cpu_kernels import (
     ISAS,
@@ -84,6 +84,7 @@ class CpuTarget:
         self, blocks: dict[str, GraphModule], options: dict[str, Any], progress: Callable[[str], None]
     ) -> Variant:
         isa = options.get("isa") or host_isa()
+        requires = _requires(isa)
         progress("kernels")
         begin = time.perf_counter()
         library = cached_kernels(isa, source_namespace(isa)) / LIBRARY
@@ -99,12 +100,19 @@ class CpuTarget:
             paths[digest] = f"kernels/cpu/{digest[:16]}/block.pt2"
             files[paths[digest]] = package
             files[f"kernels/cpu/{digest[:16]}/block.json"] = package.with_name("block.json")
-        requires = {
-            "isa": isa,
-            "torch": ".".join(torch.__version__.split(".")[:2]),
-            "abi": torch.compiled_with_cxx11_abi(),
-        }
         return Variant(self.name, True, requires, paths, (f"kernels/cpu/{folder}/{LIBRARY}",), files, seconds)
+
+
+def _requires(isa: str) -> dict[str, Any]:
+    """What a machine must offer to run the code. Raises TargetUnavailable if this torch cannot compile for `isa`."""
+    torch_version = ".".join(torch.__version__.split(".")[:2])
+    requires: dict[str, Any] = {"isa": isa, "torch": torch_version, "abi": torch.compiled_with_cxx11_abi()}
+    if march_can_be_set():
+        return requires
+    if isa != host_isa():
+        reason = f"torch {torch.__version__} compiles for this machine's processor only"
+        raise TargetUnavailable(target="cpu", reason=reason, fix="use torch 2.13, or leave isa unset")
+    return {**requires, "flags": processor_flags()}
 
 
 class _Inlined(nn.Module):
@@ -138,11 +146,20 @@ def _compile(gm: GraphModule, isa: str) -> Path:
     return cached(key, build) / "block.pt2"
 
 
+def march_can_be_set() -> bool:
+    """Whether this torch can compile for another processor than this machine's (2.13 can, 2.11 cannot)."""
+    import torch._inductor.config
+
+    return hasattr(torch._inductor.config.cpp, "march")
+
+
 def _aoti(gm: GraphModule, isa: str, package: Path) -> None:
     import torch._inductor
 
     examples, dynamic = _examples(gm)
-    config = {"cpp.march": isa, "cpp.simdlen": SIMD_BITS[isa], "cpp.dynamic_threads": True}
+    config: dict[str, Any] = {"cpp.simdlen": SIMD_BITS[isa], "cpp.dynamic_threads": True}
+    if march_can_be_set():
+        config["cpp.march"] = isa
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, about how it stores specs

@@ -218,7 +218,9 @@ def _compile(sources: dict[str, str], record: dict[str, object], compiler: str, 
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_unit, units))
-    link = [compiler, "-shared", "-o", str(out_dir / LIBRARY), *objects, f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    # the C++ runtime comes first: a torch that carries its own copy must not be the one that throws our exceptions
+    link = [compiler, "-shared", "-o", str(out_dir / LIBRARY), *objects, "-Wl,--no-as-needed", "-lstdc++"]
+    link += [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
     _run(link, log_dir / "link.log")
     for item in objects:
         Path(item).unlink()

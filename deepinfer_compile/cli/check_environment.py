@@ -121,7 +121,7 @@ def _instructions() -> list[Check]:
 
     found = []
     for isa in ISA_FLAGS:
-        missing = missing_flags(isa)
+        missing = missing_flags({"isa": isa})
         found.append(Check(isa, not missing, f"lacks {missing}" if missing else "yes", f"native code built for {isa}"))
     return found
 

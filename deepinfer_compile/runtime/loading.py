@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from deepinfer_compile.errors import BadOption, BadRequest, BundleCorrupt, Conte
 from deepinfer_compile.runtime.executor import BundleExecutor, ProgramRunner, Runner
 from deepinfer_compile.runtime.interpret import GraphFunction
 from deepinfer_compile.runtime.llm import LLM
-from deepinfer_compile.runtime.native import load_kernels
+from deepinfer_compile.runtime.native import load_kernels, processor_flags
 from deepinfer_compile.runtime.text import TextCodec
 
 ISA_FLAGS = {
@@ -134,7 +133,7 @@ def _variant(files: BundleFiles, target: str | None, native: bool) -> dict[str, 
                 found=f"{key} {have}",
                 fix="install that version, rebuild, or load(native=False)",
             )
-    missing = missing_flags(str(chosen["requires"].get("isa", "")))
+    missing = missing_flags(chosen["requires"])
     if missing:
         raise WrongTarget(
             built_for=chosen["requires"]["isa"],
@@ -144,16 +143,16 @@ def _variant(files: BundleFiles, target: str | None, native: bool) -> dict[str, 
     return chosen
 
 
-def missing_flags(isa: str) -> str:
-    """Processor features that an instruction set level needs and this machine lacks, in words."""
+def missing_flags(requires: Mapping[str, Any]) -> str:
+    """Processor features that native code needs and this machine lacks, in words.
+
+    requires: the instruction set level `isa`, and `flags` where the compiler used whatever its own machine had.
+    """
+    isa = str(requires.get("isa", ""))
     if isa not in ISA_FLAGS:
         return f"support for {isa!r}"
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return "a readable /proc/cpuinfo"
-    flags = set((re.search(r"^flags\s*:(.*)$", text, re.M) or ["", ""])[1].split())
-    return " ".join(f for f in ISA_FLAGS[isa] if f not in flags)
+    have = set(processor_flags())
+    return " ".join(f for f in (*ISA_FLAGS[isa], *requires.get("flags", ())) if f not in have)
 
 
 class _Runners:

@@ -7,6 +7,7 @@ bundles with the same kernels share one library; bundles with different kernels 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -36,3 +37,13 @@ def load_kernels(library: Path) -> str:
                 raise BundleCorrupt(file=library, reason=f"it does not load: {err}") from None
             _loaded.add(namespace)
     return str(namespace)
+
+
+def processor_flags() -> list[str]:
+    """The processor's feature flags as Linux names them, sorted; empty where they cannot be read."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return []
+    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return sorted(found[1].split()) if found else []

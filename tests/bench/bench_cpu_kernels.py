@@ -1,8 +1,10 @@
 """Native CPU kernels against what torch offers, on this machine.
 
 `python -m tests.bench.bench_cpu_kernels [float32|bfloat16] [linears attention experts latent]`. Contestants of a row
-take turns, a cell is the median over the turns with the lower and upper quartile, and every row has its own read
-ceiling (a sum over the same bytes), because the bandwidth of a shared machine drifts by a factor of two within minutes.
+take turns, and each of their calls is timed by itself. A cell is the sum over the calls of a low quantile (a tenth) of
+its times, and in brackets of the median: other processes that take a core away for some milliseconds hit the median of
+a busy machine, hardly the tenth. Every row has its own read ceiling (a sum over the same bytes, timed alike), because
+the bandwidth of a shared machine drifts by a factor of two within minutes.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -20,41 +23,37 @@ from tests.cpu_library import isa, load
 HIDDEN, INNER, KV, VOCAB, LAYERS = 576, 1536, 192, 49152, 30  # SmolLM2-135M
 HEADS, KV_HEADS, HEAD = 9, 3, 64
 EXPERTS, WIDE, NARROW, TOP = 64, 2048, 1024, 8
-Contestants = dict[str, Callable[[], object]]
+PATIENCE_S = 30.0  # for the repetitions of one row
+Calls = list[Callable[[], object]]
+Contestants = dict[str, Calls]
 
 
-def quartiles(contestants: Contestants, turns: int) -> dict[str, tuple[float, float, float]]:
-    """Seconds (lower quartile, median, upper quartile) of each, all taking turns."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
+def measure(contestants: Contestants, turns: int) -> dict[str, tuple[float, float]]:
+    """Seconds of each: all its calls at their lower tenth, and at their median."""
+    times = {name: torch.zeros(turns, len(calls), dtype=torch.float64) for name, calls in contestants.items()}
     for turn in range(-1, turns):
-        for name, run in contestants.items():
-            begin = time.perf_counter()
-            run()
-            if turn >= 0:
-                times[name].append(time.perf_counter() - begin)
-    ordered = {name: sorted(ts) for name, ts in times.items()}
-    return {name: (ts[turns // 4], ts[turns // 2], ts[3 * turns // 4]) for name, ts in ordered.items()}
+        for name, calls in contestants.items():
+            for i, call in enumerate(calls):
+                begin = time.perf_counter()
+                call()
+                times[name][turn, i] = time.perf_counter() - begin
+    ordered = {name: ts.sort(0).values.sum(1) for name, ts in times.items()}
+    return {name: (float(ts[turns // 10]), float(ts[turns // 2])) for name, ts in ordered.items()}
 
 
 def row(title: str, contestants: Contestants, turns: int, bytes_read: int, unit: str, amount: float) -> None:
     """One line: `amount` of `unit` a second for each contestant, bandwidth of the first and of the ceiling."""
-    found = quartiles(contestants, turns)
-    ceiling = found.pop("read")
-    cells = [f"{name} {amount / t[1]:.4g} ({amount / t[2]:.4g}-{amount / t[0]:.4g})" for name, t in found.items()]
-    ours = next(iter(found.values()))[1]
-    bandwidth = f"{bytes_read / ours / 1e9:.1f} of {bytes_read / ceiling[1] / 1e9:.1f} GB/s"
-    print(f"| {title} | {' | '.join(cells)} {unit} | {bandwidth} = {ceiling[1] / ours:.0%} |", flush=True)
+    found = measure(contestants, turns)
+    ceiling = found.pop("read")[0]
+    cells = [f"{name} {amount / low:.4g} ({amount / middle:.4g})" for name, (low, middle) in found.items()]
+    ours = next(iter(found.values()))[0]
+    bandwidth = f"{bytes_read / ours / 1e9:.1f} of {bytes_read / ceiling / 1e9:.1f} GB/s"
+    print(f"| {title} | {' | '.join(cells)} {unit} | {bandwidth} = {ceiling / ours:.0%} |", flush=True)
 
 
-def read(*tensors: Tensor) -> Callable[[], None]:
-    """A pass over the bytes of the tensors, each a few megabytes or more."""
-    views = [t.view(torch.float32) for t in tensors]
-
-    def run() -> None:
-        for view in views:
-            view.sum()
-
-    return run
+def read(*tensors: Tensor) -> Calls:
+    """A pass over the bytes of the tensors."""
+    return [t.view(torch.float32).sum for t in tensors]
 
 
 def bench_linears(dtype: torch.dtype) -> None:
@@ -67,31 +66,24 @@ def bench_linears(dtype: torch.dtype) -> None:
     fused = torch.compile(lambda x, w: (x * w).sum(-1), dynamic=False)
     none = [None] * 3
 
-    def one_by_one(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> None:
-        for layer in layers:
-            for w in layer:
-                linear(y if w.shape[1] == INNER else x, w)
-        linear(x, head)
+    def one_by_one(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Calls:
+        return [partial(linear, y if w.shape[1] == INNER else x, w) for w in weights]
 
-    def grouped(x: Tensor, y: Tensor) -> None:
+    def grouped(x: Tensor, y: Tensor) -> Calls:
+        calls: Calls = []
         for q, k, v, o, gate, up, down in layers:
-            ops.linears(x, [q, k, v], none)
-            ops.linear(x, o, None)
-            ops.linears(x, [gate, up], none[:2])
-            ops.linear(y, down, None)
-        ops.linear(x, head, None)
+            calls += [partial(ops.linears, x, [q, k, v], none), partial(ops.linear, x, o, None)]
+            calls += [partial(ops.linears, x, [gate, up], none[:2]), partial(ops.linear, y, down, None)]
+        return [*calls, partial(ops.linear, x, head, None)]
 
     for rows in (1, 2, 4, 8, 16, 32, 64, 512):
         x, y = torch.randn(rows, HIDDEN).to(dtype), torch.randn(rows, INNER).to(dtype)
-        run: Contestants = {
-            "ours": lambda x=x, y=y: grouped(x, y),
-            "F.linear": lambda x=x, y=y: one_by_one(F.linear, x, y),
-        }
+        run: Contestants = {"ours": grouped(x, y), "F.linear": one_by_one(F.linear, x, y)}
         if rows == 1:
-            run["Inductor (x*W).sum"] = lambda x=x, y=y: one_by_one(fused, x, y)
+            run["Inductor (x*W).sum"] = one_by_one(fused, x, y)
         run["read"] = read(*weights)
         size = sum(w.numel() * w.element_size() for w in weights)
-        row(f"linears, {rows} rows", run, 21 if rows < 64 else 7, size, "tokens/s", rows)
+        row(f"linears, {rows} rows", run, 31 if rows < 64 else 11, size, "tokens/s", rows)
 
 
 def bench_attention(dtype: torch.dtype) -> None:
@@ -105,29 +97,24 @@ def bench_attention(dtype: torch.dtype) -> None:
         meta = [torch.arange(requests + 1).int(), torch.full((requests,), context).int(), table]
         meta.append(table[:, -1].long() * 64 + 63)
 
-        def ours(caches=caches, q=q, k=k, meta=meta) -> None:  # type: ignore[no-untyped-def]
-            for kv in caches:
-                attend(q, k, k, kv, *meta, 0.125, 0, 0.0, None)
-
-        def eager(dense=dense, q=q) -> None:  # type: ignore[no-untyped-def]
-            for keys, values in dense:
-                F.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)
-
+        sdpa = partial(F.scaled_dot_product_attention, q[:, :, None], enable_gqa=True)
+        run: Contestants = {
+            "ours": [partial(attend, q, k, k, kv, *meta, 0.125, 0, 0.0, None) for kv in caches],
+            "SDPA": [partial(sdpa, keys, values) for keys, values in dense],
+            "read": read(*caches),
+        }
         size = sum(kv.numel() * kv.element_size() for kv in caches)
-        title = f"attention of {LAYERS} layers, {requests} x {context}"
-        row(title, {"ours": ours, "SDPA": eager, "read": read(*caches)}, 15, size, "tokens/s", requests)
+        row(f"attention of {LAYERS} layers, {requests} x {context}", run, 21, size, "tokens/s", requests)
     for tokens, heads, kv_heads, width in ((512, HEADS, KV_HEADS, HEAD), (512, 32, 8, 128)):
         q, k = torch.randn(tokens, heads, width).to(dtype), torch.randn(tokens, kv_heads, width).to(dtype)
         kv = torch.zeros(tokens // 64, 2, 64, kv_heads, width).to(dtype)
         meta = [torch.tensor([0, tokens]).int(), torch.tensor([tokens]).int(), torch.arange(tokens // 64).int()[None]]
         meta.append(torch.arange(tokens))
         turned = [t.transpose(0, 1)[None] for t in (q, k)]
-        run: Contestants = {
-            "ours": lambda q=q, k=k, kv=kv, meta=meta: attend(q, k, k, kv, *meta, 0.125, 0, 0.0, None),
-            "SDPA": lambda t=turned: F.scaled_dot_product_attention(*t, t[1], is_causal=True, enable_gqa=True),
-            "read": read(kv),
-        }
-        row(f"prefill {tokens} tokens, {heads}/{kv_heads} heads of {width}", run, 31, kv.nbytes, "calls/s", 1)
+        sdpa = partial(F.scaled_dot_product_attention, *turned, turned[1], is_causal=True, enable_gqa=True)
+        ours = partial(attend, q, k, k, kv, *meta, 0.125, 0, 0.0, None)
+        run = {"ours": [ours], "SDPA": [sdpa], "read": read(kv)}
+        row(f"prefill {tokens} tokens, {heads}/{kv_heads} heads of {width}", run, 61, kv.nbytes, "calls/s", 1)
 
 
 def eager_experts(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
@@ -151,19 +138,25 @@ def bench_experts(dtype: torch.dtype) -> None:
         hit = ids.unique().numel()
         size = hit * (w13[0].nbytes + w2[0].nbytes)
 
-        def flat(x=x, ids=ids, weights=weights) -> Tensor:  # type: ignore[no-untyped-def]
-            return experts(x, ids, weights, w13, w2, None, None, "silu", 0.0, 0.0, False, False)
-
-        def turned(x=x, ids=ids, weights=weights) -> Tensor:  # type: ignore[no-untyped-def]
-            return experts(x, ids, weights, t13, t2, None, None, "silu", 0.0, 0.0, True, True)
-
+        flat = partial(experts, x, ids, weights, w13, w2, None, None, "silu", 0.0, 0.0, False, False)
+        turned = partial(experts, x, ids, weights, t13, t2, None, None, "silu", 0.0, 0.0, True, True)
         run: Contestants = {
-            "ours": flat,
-            "ours transposed": turned,
-            "eager": lambda x=x, ids=ids, weights=weights: eager_experts(x, ids, weights, w13, w2),
-            "read": read(w13[:hit], w2[:hit]),
+            "ours": [flat],
+            "ours transposed": [turned],
+            "eager": [partial(eager_experts, x, ids, weights, w13, w2)],
+            "read": read(*(w[e] for w in (w13, w2) for e in range(hit))),
         }
-        row(f"experts, {tokens} tokens, {hit} hit", run, 21 if tokens < 64 else 5, size, "tokens/s", tokens)
+        row(f"experts, {tokens} tokens, {hit} hit", run, 51 if tokens < 64 else 11, size, "tokens/s", tokens)
+
+
+def eager_latent(q: list[Tensor], rows: Tensor, kv_b: Tensor, new: int) -> None:
+    """Attention over keys and values expanded from rows [R, context, latent + rope], as Transformers does it."""
+    heads, latent = kv_b.shape[0], kv_b.shape[2]
+    nope = q[0].shape[2]
+    both = F.linear(rows[..., :latent], kv_b.view(-1, latent)).view(*rows.shape[:2], heads, -1)
+    keys = torch.cat([both[..., :nope], rows[:, :, None, latent:].expand(-1, -1, heads, -1)], -1)
+    query = torch.cat(q, -1).view(rows.shape[0], new, heads, -1)
+    F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (query, keys, both[..., nope:])), is_causal=new > 1)
 
 
 def bench_latent(dtype: torch.dtype) -> None:
@@ -181,21 +174,12 @@ def bench_latent(dtype: torch.dtype) -> None:
         q = [torch.randn(tokens, heads, w).to(dtype) for w in (nope, rope)]
         k = [torch.randn(tokens, w).to(dtype) for w in (latent, rope)]
 
-        def eager(q=q, cache=cache, requests=requests, new=new) -> None:  # type: ignore[no-untyped-def]
-            rows = cache.view(requests, -1, latent + rope)
-            both = F.linear(rows[..., :latent], kv_b.view(-1, latent)).view(requests, -1, heads, nope + value)
-            keys = torch.cat([both[..., :nope], rows[:, :, None, latent:].expand(-1, -1, heads, -1)], -1)
-            query = torch.cat(q, -1).view(requests, new, heads, -1)
-            turned = [t.transpose(1, 2) for t in (query, keys, both[..., nope:])]
-            F.scaled_dot_product_attention(*turned, is_causal=new > 1)
-
-        run: Contestants = {
-            form: lambda form=form, a=(*q, *k, w_uk, w_uv, cache, *meta): attend(*a, 0.07, form)
-            for form in (("absorbed", "expanded") if new == 1 else ("expanded", "absorbed"))
-        }
-        run |= {"eager expansion": eager, "read": read(cache, kv_b)}
+        forms = ("absorbed", "expanded") if new == 1 else ("expanded", "absorbed")
+        run: Contestants = {f: [partial(attend, *q, *k, w_uk, w_uv, cache, *meta, 0.07, f)] for f in forms}
+        run["eager expansion"] = [partial(eager_latent, q, cache.view(requests, -1, latent + rope), kv_b, new)]
+        run["read"] = read(cache, kv_b)
         title = f"latent attention, {requests} x {context}, {new} new"
-        row(title, run, 15, cache.nbytes + kv_b.nbytes, "tokens/s", tokens)
+        row(title, run, 31, cache.nbytes + kv_b.nbytes, "tokens/s", tokens)
 
 
 def main(arguments: list[str]) -> None:
