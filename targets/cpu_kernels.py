@@ -96,7 +96,7 @@ class Config:
     page: int = PAGE_SIZE
     query_rows: int = 96
     scan_rows: int = 12
-    tasks_per_thread: int = 8
+    tasks_per_thread: int = 4
     least_pages: int = 2
     tokens_per_thread: int = 16
     dot_chunk: int = 64

@@ -67,11 +67,14 @@ def test_threads_share_the_columns(rows: int) -> None:
 def test_leading_shape_and_strides() -> None:
     ops = load() and torch.ops.deepinfer_cpu
     x = values(3, 40, 2, dtype=torch.float32).transpose(1, 2)
+    many = values(100, 80, dtype=torch.float32)[:, ::2]
     wide = values(10, 80, dtype=torch.float32, seed=1, size=0.1)
     wide[:, 40:] = torch.nan
-    check(x, wide[:, :40], None, ops.linear(x, wide[:, :40], None))
     column_order = values(40, 10, dtype=torch.float32, seed=2, size=0.1).t()
-    check(x, column_order, None, ops.linear(x, column_order, None))
+    spread = values(10, 80, dtype=torch.float32, seed=3, size=0.1)[:, ::2]
+    for w in (wide[:, :40], column_order, spread):
+        check(x, w, None, ops.linear(x, w, None))
+        check(many, w, None, ops.linear(many, w, None))
     bias = values(20, dtype=torch.float32)[::2]
     check(x[0, 0], column_order.contiguous(), bias, ops.linear(x[0, 0], column_order.contiguous(), bias))
 
