@@ -69,15 +69,17 @@ _UNITS = (
 class Config:
     """Everything the kernel templates may name. Rows are rows of activations, columns are outputs.
 
-    dot_blocks: (rows, columns, unroll) register tiles for weights along K, for 1..dot_rows rows. outer_rows x
-    outer_columns vectors: the tile for weights along N, and outer_wide vectors for one row. rows_f32 and
-    rows_bf16: the most rows for which streaming the weight beats the library's matrix product. query_rows: query rows
-    of one attention task; up to scan_rows the cost is reading the cache; least_pages: the fewest pages worth a task.
+    stream_blocks and dot_blocks: (rows, columns, unroll) register tiles for weights along K, for 1..dot_rows rows; the
+    first for fp32 weights that come from memory. outer_rows x outer_columns vectors: the tile for weights along N, and
+    outer_wide vectors for one row. rows_f32 and rows_bf16: the most rows for which streaming the weight beats the
+    library's matrix product. query_rows: query rows of one attention task; up to scan_rows the cost is reading the
+    cache; least_pages: the fewest pages worth a task.
     """
 
     isa: str
     lanes: int
     dot_rows: int
+    stream_blocks: tuple[tuple[int, int, int], ...]
     dot_blocks: tuple[tuple[int, int, int], ...]
     outer_rows: int
     outer_columns: int
@@ -108,7 +110,8 @@ CONFIGS = {
         isa="x86-64-v4",
         lanes=16,
         dot_rows=8,
-        dot_blocks=((1, 1, 4), (2, 1, 4), (3, 2, 2), (4, 2, 2), (5, 2, 1), (6, 2, 1), (7, 2, 1), (8, 2, 1)),
+        stream_blocks=((1, 1, 4), (2, 1, 4), (3, 1, 4), (4, 1, 2), (5, 1, 2), (6, 1, 2), (7, 1, 2), (8, 1, 2)),
+        dot_blocks=((1, 1, 4), (2, 1, 4), (3, 1, 4), (4, 1, 2), (5, 2, 1), (6, 3, 1), (7, 3, 1), (8, 3, 1)),
         outer_rows=6,
         outer_columns=4,
         outer_wide=16,
@@ -119,6 +122,7 @@ CONFIGS = {
         isa="x86-64-v3",
         lanes=8,
         dot_rows=8,
+        stream_blocks=((1, 1, 4), (2, 1, 4), (3, 1, 2), (4, 1, 2), (5, 1, 2), (6, 1, 2), (7, 1, 1), (8, 1, 1)),
         dot_blocks=((1, 1, 4), (2, 1, 4), (3, 3, 1), (4, 3, 1), (5, 2, 1), (6, 2, 1), (7, 1, 1), (8, 1, 1)),
         outer_rows=6,
         outer_columns=2,
