@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import stat
 import time
 from pathlib import Path
@@ -28,7 +29,8 @@ Check = Literal["lazy", "full"]
 Identity = tuple[int, int, int]
 MAX_READ = 1 << 30
 """Largest file that is read into memory whole."""
-_ATTEMPTS = 20
+_PATIENCE_S = 10.0
+"""How long a reader starts again because writers keep replacing what it reads."""
 _PAUSE_S = 0.05
 
 
@@ -91,11 +93,15 @@ class BundleFiles:
 
 
 def read_bundle(path: Path | str, check: Check = "lazy") -> BundleFiles:
-    """Open and check the bundle at `path`. Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, BadOption."""
+    """Open and check the bundle at `path`, starting again for at most ten seconds while writers keep replacing it.
+
+    Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, BadOption.
+    """
     if check not in ("lazy", "full"):
         raise BadOption(name="check", value=check, reason="it is lazy or full", fix="use check='lazy'")
     root = Path(os.path.realpath(path))
-    for attempt in range(_ATTEMPTS):
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
         if not os.path.lexists(root):
             _bring_back(root)
         identity = _identity(root)
@@ -104,10 +110,10 @@ def read_bundle(path: Path | str, check: Check = "lazy") -> BundleFiles:
         except CompileError:
             if _identity(root) == identity and not _half_replaced(root):
                 raise
-            if attempt + 1 == _ATTEMPTS:
-                raise
-        time.sleep(_PAUSE_S)
-    raise AssertionError("unreachable")
+        if time.monotonic() >= deadline:
+            raise BundleCorrupt(file=root, reason="it was replaced each time while it was read; stop what writes it")
+        # Of random length, so that a reader does not stay in step with a writer.
+        time.sleep(random.uniform(0, _PAUSE_S))
 
 
 def _read(root: Path, check: Check, identity: Identity | None) -> BundleFiles:

@@ -11,12 +11,13 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from deepinfer_compile.bundle import BundleWriter, Manifest, read_bundle, reader, replace
+from deepinfer_compile.bundle.files import FileEntry
 from deepinfer_compile.errors import BundleCorrupt, NotABundle, OutputBusy, OutputExists, OutputFailed
 from tests.bundle.support import tree_bytes, write_small
 
@@ -252,7 +253,13 @@ def test_everything_is_flushed_before_it_is_moved(tmp_path: Path, monkeypatch: p
 @pytest.mark.usefixtures("_both_ways")
 def test_BND_6_reader_during_saves(small: Path) -> None:
     """A reader sees one bundle or the other, never a mixture, while another process keeps replacing it."""
-    child = _in_child(lambda: [write_small(small, f"w{index}") for index in range(1000)])
+
+    def keep_saving() -> None:
+        for index in range(1000):
+            write_small(small, f"w{index}")
+            time.sleep(0.02)
+
+    child = _in_child(keep_saving)
     labels = set()
     try:
         deadline = time.monotonic() + 2
@@ -266,6 +273,22 @@ def test_BND_6_reader_during_saves(small: Path) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert len(labels) > 3
+
+
+def test_BND_6_reader_that_never_gets_a_turn(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that is always quicker: the error says that, and not that a file is damaged."""
+    real = reader.verify_files
+
+    def replaced(root: Path, entries: Mapping[str, FileEntry]) -> None:
+        write_small(small, "next")
+        real(root, entries)
+
+    monkeypatch.setattr(reader, "verify_files", replaced)
+    monkeypatch.setattr(reader, "_PATIENCE_S", 0.3)
+    with pytest.raises(BundleCorrupt, match="replaced each time while it was read"):
+        read_bundle(small)
+    monkeypatch.undo()
+    assert _label(small) == "next"
 
 
 @contextlib.contextmanager

@@ -293,14 +293,14 @@ def test_memory_is_about_one_output(tmp_path: Path) -> None:
     """Stacked, joined and dequantised experts of 64 MiB: anonymous memory grows by the result and little more."""
     source = checkpoint(
         tmp_path / "hf",
-        {f"{p}{e}": torch.ones(1024, 2048).to(torch.float8_e4m3fn) for p in "gu" for e in range(8)}
-        | {f"s{e}": torch.ones(8, 16) for e in range(8)},
+        {f"{p}{e}": torch.ones(512, 512).to(torch.float8_e4m3fn) for p in "gu" for e in range(64)}
+        | {f"s{e}": torch.ones(4, 4) for e in range(64)},
     )
 
     def part(name: str, e: int) -> dict:
         return {"op": "fp8_block", "of": f"{name}{e}", "scale": f"s{e}", "block": [128, 128], "layout": "row"}
 
-    each = [{"op": "concat", "dim": 0, "of": [part("g", e), part("u", e)]} for e in range(8)]
+    each = [{"op": "concat", "dim": 0, "of": [part("g", e), part("u", e)]} for e in range(64)]
     recipe = {"op": "cast", "to": "bfloat16", "of": {"op": "stack", "of": each, "dim": 0}}
     seen: list[int] = []
     before = _peak_kb()
