@@ -149,7 +149,8 @@ def test_what_is_no_bundle_is_not_replaced(cli: Run, plain: Toy, tmp_path: Path)
 def test_interruption_leaves_nothing(plain: Toy, tmp_path: Path, number: int, code: int) -> None:
     args = ["build", str(plain.folder), "-o", str(tmp_path / "o"), "--graph-only"]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    running = subprocess.Popen([sys.executable, "-c", MAIN, *args], stderr=subprocess.PIPE, text=True, env=env)
+    command = [sys.executable, "-c", MAIN, *args]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=_listen)
     assert running.stderr is not None
     assert running.stderr.readline().startswith("open")  # printed when capture begins
     running.send_signal(number)
@@ -157,6 +158,11 @@ def test_interruption_leaves_nothing(plain: Toy, tmp_path: Path, number: int, co
     assert running.wait(60) == code
     assert "Traceback" not in rest
     assert tree(tmp_path) == []
+
+
+def _listen() -> None:
+    """A shell starts what it puts in the background with this signal ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_sizes_and_ranges() -> None:
