@@ -38,6 +38,7 @@ _FLAGS = (
     *("-std=c++20", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math"),
     *("-fvisibility=hidden", "-Wno-ignored-attributes"),
 )
+_LINK = ("-Wl,--no-as-needed", "-l:libstdc++.so.6")
 _CPU_FLAGS = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "x86-64-v3": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"},
@@ -191,7 +192,7 @@ def build_record(isa: str, namespace: str = NAMESPACE) -> dict[str, object]:
 
 def source_namespace(isa: str) -> str:
     """A namespace that names the rendered sources, so that libraries of different sources can share a process."""
-    text = json.dumps([render_kernels(isa), build_record(isa), _FLAGS], sort_keys=True)
+    text = json.dumps([render_kernels(isa), build_record(isa), _FLAGS, _LINK], sort_keys=True)
     return f"{NAMESPACE}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -222,8 +223,9 @@ def _compile(sources: dict[str, str], record: dict[str, object], compiler: str, 
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_unit, units))
-    # the C++ runtime comes first: a torch that carries its own copy must not be the one that throws our exceptions
-    link = [compiler, "-shared", "-o", str(out_dir / LIBRARY), *objects, "-Wl,--no-as-needed", "-lstdc++"]
+    # The C++ runtime that torch runs on, by its shared name and first: a compiler that only has the static one, or a
+    # torch that carries a copy of its own, would give us a second, and an exception between the two ends the process.
+    link = [compiler, "-shared", "-o", str(out_dir / LIBRARY), *objects, *_LINK]
     link += [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
     _run(link, log_dir / "link.log")
     for item in objects:
@@ -241,7 +243,7 @@ def cached_kernels(isa: str, namespace: str = NAMESPACE, log_dir: Path | None = 
     compiler = find_compiler()
     sources, record = render_kernels(isa), build_record(isa, namespace)
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
-    key: dict[str, object] = {"what": LIBRARY, **record, "compiler": version, "flags": [*_FLAGS]}
+    key: dict[str, object] = {"what": LIBRARY, **record, "compiler": version, "flags": [*_FLAGS, *_LINK]}
     key["sources"] = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sources.items()}
 
     def build(folder: Path) -> None:
