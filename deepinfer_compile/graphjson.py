@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
@@ -153,7 +154,8 @@ def from_json(
 def _block_value(blocks: dict[str, GraphModule], target: str, args: tuple[Any, ...], mode: FakeTensorMode) -> Any:
     """What a block gives on the fake values of its arguments."""
     env: dict[Node, Any] = dict(zip((n for n in blocks[target].graph.nodes if n.op == "placeholder"), map(value, args)))
-    with mode, torch.no_grad():
+    # composite operations take symbolic sizes only through their Python forms
+    with enable_python_dispatcher(), mode, torch.no_grad():
         for node in blocks[target].graph.nodes:
             if node.op == "output":
                 return torch.fx.node.map_arg(node.args[0], lambda n: env[n])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,7 +31,8 @@ VIEWS = (A.view.default, A.reshape.default, A._unsafe_view.default)
 @register
 @dataclass(frozen=True)
 class Canonicalize:
-    """Remove assertions, copies and no-op views; write every reshape with -1 for its symbolic dimension.
+    """Remove assertions, copies, no-op views and guards against ids that a top-k never gives; write every reshape with
+    -1 for its symbolic dimension.
 
     Before: `_assert_tensor_metadata(x); y = clone(x); z = view(y, [1, %sym_size, -1, 16]); w = to(z, f32)` (z is f32)
     After:  `z = reshape(x, [1, -1, 6, 16])`
@@ -52,6 +54,9 @@ class Canonicalize:
             elif (source := _identity_source(node)) is not None:
                 if ctx.claim(node, "changes nothing"):
                     node.replace_all_uses_with(source)
+            elif _guards_nothing(node):
+                if ctx.claim(node, "ids of a top-k are below its width"):
+                    node.replace_all_uses_with(node.args[0])
             elif is_op(node, *VIEWS):
                 _rewrite_view(node, ctx)
             else:
@@ -75,6 +80,45 @@ def _identity_source(node: Node) -> Node | None:
         start, end = argument(node, "start"), argument(node, "end")
         return source if (start or 0) == 0 and (end is None or end == sys.maxsize) else None
     return source if is_op(node, A.expand.default, *VIEWS) else None
+
+
+def _guards_nothing(node: Node) -> bool:
+    """Whether `node` guards against ids of a top-k over `width` that are `width` or more: there are none.
+
+    Models that can be partitioned mark rows of other ranks with such ids, mask the rows (masked_fill with `ids >= E`)
+    and clamp the ids (to E - 1).
+    """
+    if is_op(node, A.clamp.default):
+        width, low, high = _top_k_width(node.args[0]), argument(node, "min"), argument(node, "max")
+        return width is not None and (low is None or low <= 0) and (high is None or high >= width - 1)
+    if not is_op(node, A.masked_fill.Scalar) or not isinstance(node.args[1], Node):
+        return False
+    test = _through(node.args[1], (A.unsqueeze.default, A.expand.default, *VIEWS))
+    width = _top_k_width(test.args[0]) if is_op(test, A.ge.Scalar) else None
+    bound = test.args[1] if width is not None else None
+    return isinstance(bound, (int, float)) and width is not None and width <= bound
+
+
+def _top_k_width(ids: Any) -> int | None:
+    """The number of scores from which a top-k took these ids, sorted or not; None if they come from elsewhere."""
+    while isinstance(ids, Node):
+        ids = _through(ids, (*VIEWS, A.clone.default, A.contiguous.default))
+        if not is_op(ids, operator.getitem) or not isinstance(ids.args[0], Node):
+            return None
+        source, index = ids.args
+        if is_op(source, A.topk.default) and index == 1:
+            dim = argument(source, "dim")
+            width = tensor(source.args[0]).shape[-1 if dim is None else dim]
+            return width if isinstance(width, int) else None
+        ids = source.args[0] if is_op(source, A.sort.default, A.sort.stable) and index == 0 else None
+    return None
+
+
+def _through(node: Node, views: tuple[Any, ...]) -> Node:
+    """What `node` shows in another shape."""
+    while is_op(node, *views) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
 
 
 def _rewrite_view(node: Node, ctx: PassContext) -> None:

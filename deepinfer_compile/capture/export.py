@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import UserError, UserErrorType
 from torch.fx import Graph, GraphModule, Node
 
 from deepinfer_compile.errors import CompileError, DynamicRangeLost, UnsupportedConstruct
@@ -42,6 +43,20 @@ def export_packed(
     its name in checkpoints (tied tensors share one). bounded: promise 1..MAX_TOKENS instead of learning the range.
     Raises UnsupportedConstruct with the user's line where the model's code cannot be expressed as a graph.
     """
+    try:
+        program = _export(function, examples, taken, bounded)
+    except CompileError:
+        raise
+    except Exception as err:  # torch.export raises many unrelated types; all of them mean that capture failed
+        raise UnsupportedConstruct(construct=_first_line(err), fix=_advice(err), where=_user_line(err)) from err
+    exported = _as_inputs(program, names, {theirs: ours for ours, theirs in taken.items()})
+    _check_dynamic(exported, taken)
+    return replace(exported, max_tokens=_longest(program, exported))
+
+
+def _export(function: nn.Module, examples: dict[str, Tensor], taken: dict[str, str], bounded: bool) -> Any:
+    """torch.export's program. Where a promised range meets a condition that torch cannot prove for all of it (torch
+    2.11 does not know that min(16 T, 48 T) is 16 T), the range is learned after all, and checked like any other."""
     sizes = {"input_ids": "tokens", "position_ids": "tokens", "context_hint": "tokens", "rows": "rows"}
     dims = {size: torch.export.Dim(size, min=1, max=MAX_TOKENS) for size in ("tokens", "rows")}
     dynamic: dict[str, Any] = {
@@ -53,18 +68,14 @@ def export_packed(
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, about how it stores specs
-            program = torch.export.export(
-                function, (), kwargs=examples, dynamic_shapes=dynamic, strict=False
-            ).run_decompositions({})
-    except CompileError:
-        raise
-    except Exception as err:  # torch.export raises many unrelated types; all of them mean that capture failed
-        raise UnsupportedConstruct(construct=_first_line(err), fix=_advice(err), where=_user_line(err)) from err
+            exported = torch.export.export(function, (), kwargs=examples, dynamic_shapes=dynamic, strict=False)
+            return exported.run_decompositions({})
+    except UserError as err:
+        if not bounded or err.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+            raise
     finally:
         quiet.setLevel(level)
-    exported = _as_inputs(program, names, {theirs: ours for ours, theirs in taken.items()})
-    _check_dynamic(exported, taken)
-    return replace(exported, max_tokens=_longest(program, exported))
+    return _export(function, examples, taken, bounded=False)
 
 
 def _longest(program: Any, exported: Exported) -> int | None:

@@ -7,6 +7,7 @@ whole call. In a packed call that would let one request change another's results
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from deepinfer_compile.errors import UnsupportedConstruct
 
 LONG = "deepinfer_long_inv_freq"
+Choose = Callable[[Callable[[Tensor], Any], Tensor], Any]
+"""(rotation with a table of frequencies, context hint i64[1, T]) -> the rotation for each token."""
 
 
 class Hint:
@@ -51,29 +54,36 @@ def per_request(model: nn.Module, hint: Hint, constants: dict[str, Tensor]) -> I
             module._non_persistent_buffers_set.discard(LONG)
 
 
-def _forward(module: Any, choose: Callable[[Tensor], Tensor], hint: Hint) -> Callable[..., Any]:
-    plain = getattr(type(module).forward, "__wrapped__", None)
-    if plain is None:
+def _forward(module: Any, choose: Choose, hint: Hint) -> Callable[..., Any]:
+    plain = inspect.unwrap(type(module).forward)
+    if plain is type(module).forward:
         raise UnsupportedConstruct(
             construct=f"{type(module).__name__} changes its rotary frequencies in a way of its own",
             fix="report the model",
         )
 
-    def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         if hint.value is None:
             raise UnsupportedConstruct(construct="rotary frequencies without a context hint", fix="report the model")
-        table = module._buffers["inv_freq"]
-        module._buffers["inv_freq"] = choose(hint.value)
-        try:
-            return plain(module, x, position_ids, *args, **kwargs)
-        finally:
+
+        def with_table(table: Tensor) -> Any:
+            kept = module._buffers["inv_freq"]
             module._buffers["inv_freq"] = table
+            try:
+                return plain(module, *args, **kwargs)
+            finally:
+                module._buffers["inv_freq"] = kept
+
+        return choose(with_table, hint.value)
 
     return forward
 
 
-def _longrope(name: str, module: Any, constants: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
-    """Long factors where the request is longer than the original context, short ones elsewhere."""
+def _longrope(name: str, module: Any, constants: dict[str, Tensor]) -> Choose:
+    """Long factors where the request is longer than the original context, short ones elsewhere.
+
+    Both rotations are computed and one is taken, which is right for every way of applying a table of frequencies.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     limit = int(module.config.rope_parameters["original_max_position_embeddings"])
@@ -81,20 +91,32 @@ def _longrope(name: str, module: Any, constants: dict[str, Tensor]) -> Callable[
         long, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, torch.device("cpu"), seq_len=limit + 1)
     constants[f"{name}.{LONG}"] = long
     module.register_buffer(LONG, long.to(module.inv_freq.device), persistent=False)
-    return lambda hint: torch.where((hint > limit).unsqueeze(-1), module._buffers[LONG], module.original_inv_freq)
+
+    def choose(with_table: Callable[[Tensor], Any], hint: Tensor) -> Any:
+        far, near = with_table(module._buffers[LONG]), with_table(module.original_inv_freq)
+        return tuple(torch.where((hint > limit).unsqueeze(-1), f, n) for f, n in zip(far, near, strict=True))
+
+    return choose
 
 
-def _dynamic(module: Any) -> Callable[[Tensor], Tensor]:
-    """Dynamic NTK: the base grows with the length beyond the original context."""
+def _dynamic(module: Any) -> Choose:
+    """Dynamic NTK: the base grows with the length beyond the original context, so each token has its own table."""
     config = module.config
     parameters = config.rope_parameters
     limit, factor = float(config.max_position_embeddings), float(parameters["factor"])
     base, dim = float(parameters["rope_theta"]), 2 * int(module.inv_freq.shape[-1])
 
-    def choose(hint: Tensor) -> Tensor:
+    def choose(with_table: Callable[[Tensor], Any], hint: Tensor) -> Any:
         length = hint.to(torch.float32).clamp(min=limit)
         grown = base * ((factor * length / limit) - (factor - 1)) ** (dim / (dim - 2))
         powers = torch.arange(0, dim, 2, dtype=torch.int64, device=hint.device).to(torch.float32) / dim
-        return 1.0 / (grown.unsqueeze(-1) ** powers)
+        try:
+            return with_table(1.0 / (grown.unsqueeze(-1) ** powers))
+        except RuntimeError as err:
+            raise UnsupportedConstruct(
+                construct=f"{type(module).__name__} applies one table of rotary frequencies to all tokens, and dynamic "
+                "NTK needs one for each",
+                fix="use a newer Transformers, whose models take a table a token",
+            ) from err
 
     return choose

@@ -30,6 +30,7 @@ from deepinfer_compile.rowwise import Rows, analyse
 from tests import models
 from tests.passes.harness import check_equal
 from tests.passes.stages import canonical, go_on
+from tests.unit.test_rope_lengths import build
 
 RAISE = (RaiseRmsNorm(), RaiseRope(), RaiseActivation(), RaiseOutputProjection(), FuseAddNorm())
 WIDTH = 24
@@ -133,23 +134,6 @@ MIXED: dict[str, tuple[Step, str, str]] = {
         "picks one element of the token dimension",
     ),
     "random": (lambda m, x, ids: x + torch.rand_like(x), "aten.rand_like", "draws random numbers"),
-}
-LENGTHS: dict[str, dict[str, Any]] = {
-    "longrope": {
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0 + 0.1 * i for i in range(8)],
-            "long_factor": [2.0 + 0.5 * i for i in range(8)],
-            "original_max_position_embeddings": 24,
-        },
-        "max_position_embeddings": 256,
-        "original_max_position_embeddings": 24,
-    },
-    "dynamic": {
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
-        "max_position_embeddings": 24,
-    },
 }
 MEASURABLE = ("mean", "sum of all", "softmax", "cumsum", "sort", "flip", "one row", "shift", "scores", "gather rows")
 """Cases whose result has one row a token, which show that the measure of this file can fail."""
@@ -266,7 +250,7 @@ def test_every_piece_is_judged_as_measured(piece: int) -> None:
 
 @pytest.mark.parametrize("form", ["longrope", "dynamic"])
 def test_frequencies_by_length_are_chosen_token_by_token(form: str) -> None:
-    model = models.make({"longrope": "phi", "dynamic": "llama"}[form], **LENGTHS[form])
+    model = build(form)
     program, _ = go_on(capture(model), Canonicalize(), BindPositions(), ProveRowwise())
     assert analyse(program) == Rows("rows", 0)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import deepinfer_compile
 from deepinfer_compile.capture import capture
+from deepinfer_compile.errors import UnsupportedConstruct
 from deepinfer_compile.replay import logits_of, weights_from
 from tests import models
-from tests.e2e.parity import bundle_tokens, eager_tokens, prompts
+from tests.e2e.parity import bundle_tokens, prompts
 
 FORMS: dict[str, dict[str, Any]] = {
     "longrope": {
@@ -34,7 +37,30 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def build(form: str) -> Any:
-    return models.make("phi" if form == "longrope" else "llama", **FORMS[form])
+    """A tiny model; skips, the refusal checked, where Transformers has one table of frequencies for all tokens."""
+    model = models.make("phi" if form == "longrope" else "llama", **FORMS[form])
+    if form == "dynamic" and "inv_freq_expanded" in variables(model.model.rotary_emb):
+        with pytest.raises(UnsupportedConstruct, match="newer Transformers"):
+            capture(model)
+        pytest.skip("this Transformers has one table of frequencies for all tokens; the refusal was checked")
+    return model
+
+
+def variables(module: Any) -> tuple[str, ...]:
+    """Names of the local variables of a module's forward."""
+    return inspect.unwrap(type(module).forward).__code__.co_varnames
+
+
+def cached_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens of eager calls on one cache. (Phi-3's own `generate` computes the cache anew where the short table
+    ends, in some versions of Transformers.)"""
+    cache, ids, out = DynamicCache(config=model.config), torch.tensor([prompt]), list[int]()
+    with torch.no_grad():
+        for _ in range(count):
+            logits = model(ids, past_key_values=cache, use_cache=True).logits[:, -1:]
+            ids = logits.argmax(-1)
+            out.append(int(ids))
+    return out
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -58,4 +84,4 @@ def test_strangers_do_not_change_each_other(form: str, tmp_path: Path) -> None:
     count = 12
     together = bundle_tokens(llm, given, count)
     assert together == [bundle_tokens(llm, [p], count)[0] for p in given]
-    assert together == [eager_tokens(build(form), p, count) for p in given]
+    assert together == [cached_tokens(build(form), p, count) for p in given]
