@@ -158,6 +158,7 @@ def _aoti(gm: GraphModule, isa: str, package: Path) -> None:
 
     examples, dynamic = _examples(gm)
     config: dict[str, Any] = {"cpp.simdlen": SIMD_BITS[isa], "cpp.dynamic_threads": True}
+    config["cpp.cxx"] = (None, find_compiler())
     if march_can_be_set():
         config["cpp.march"] = isa
     try:

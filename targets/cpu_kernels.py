@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ from deepinfer_compile.errors import NativeBuildFailed, NoCompiler, TargetUnavai
 from deepinfer_compile.render import Value, names_of, render
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 
+log = logging.getLogger("deepinfer_compile.targets.cpu")
 LIBRARY = "libdeepinfer_cpu.so"
 RECORD = "kernels.json"
 NAMESPACE = "deepinfer_cpu"
@@ -155,17 +157,26 @@ def _refusal(compiler: str) -> str:
     version = re.search(r"__GNUC__ (\d+)", defines)
     if version is None:
         return "does not run"
-    return "" if int(version[1]) >= _OLDEST_GCC else f"is GCC {version[1]}, older than {_OLDEST_GCC}"
+    if int(version[1]) < _OLDEST_GCC:
+        return f"is GCC {version[1]}, older than {_OLDEST_GCC}"
+    # Code with a C++ runtime of its own ends the process at the first exception that meets torch's.
+    command = [compiler, "-print-file-name=libstdc++.so"]
+    shared = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return "" if os.path.isfile(shared) else "has no shared C++ runtime (libstdc++.so)"
 
 
 def find_compiler() -> str:
-    """Path of the C++ compiler: $CXX if set, else the first usable of g++ and c++. Raises NoCompiler."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]
-    tried = []
-    for name in names:
+    """Path of the C++ compiler: the first usable of $CXX, g++ and c++; logged where that is not $CXX.
+
+    Raises NoCompiler.
+    """
+    tried: list[str] = []
+    for name in filter(None, (os.environ.get("CXX"), "g++", "c++")):
         path = shutil.which(name)
         refusal = _refusal(path) if path else "is not installed"
         if path and not refusal:
+            if tried and os.environ.get("CXX"):
+                log.warning("%s, so %s compiles", "; ".join(tried), path)
             return path
         tried.append(f"{name} {refusal}")
     raise NoCompiler(tried="; ".join(tried), target="cpu")
@@ -196,13 +207,13 @@ def source_namespace(isa: str) -> str:
     return f"{NAMESPACE}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def _run(command: list[str], log: Path) -> None:
+def _run(command: list[str], log_file: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return
-    log.write_text(" ".join(command) + "\n" + done.stderr)
+    log_file.write_text(" ".join(command) + "\n" + done.stderr)
     first = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
-    raise NativeBuildFailed(what_="the CPU kernels", target="cpu", reason=first.strip(), log=log)
+    raise NativeBuildFailed(what_="the CPU kernels", target="cpu", reason=first.strip(), log=log_file)
 
 
 def _compile(sources: dict[str, str], record: dict[str, object], compiler: str, out_dir: Path, log_dir: Path) -> None:

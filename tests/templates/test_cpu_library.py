@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,9 +43,14 @@ def test_library_needs_torch_only_and_has_no_search_path() -> None:
 
 
 def test_one_openmp_runtime_in_the_process() -> None:
-    load()
-    torch.ops.deepinfer_cpu.linear(torch.zeros(2, 512), torch.zeros(512, 512), None)
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+    """In a fresh process: what else a test process has loaded is not ours."""
+    code = (
+        "import sys, torch; torch.ops.load_library(sys.argv[1]);"
+        "torch.ops.deepinfer_cpu.linear(torch.zeros(2, 512), torch.zeros(512, 512), None);"
+        "print(open('/proc/self/maps').read())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(load())], capture_output=True, text=True, check=True)
+    mapped = {line.split()[-1] for line in done.stdout.splitlines() if "omp" in line}
     runtimes = {os.path.realpath(path) for path in mapped if any(n in path for n in ("gomp", "iomp", "libomp"))}
     assert len(runtimes) == 1, runtimes
 
@@ -84,10 +90,17 @@ def fake_compiler(folder: Path, script: str) -> str:
         ("echo '#define __clang__ 1'; echo '#define __GNUC__ 4'", "clang"),
         ("echo '#define __GNUC__ 9'", "GCC 9"),
         ("exit 1", "does not run"),
+        ("case $1 in -dM) echo '#define __GNUC__ 13';; *) echo libstdc++.so;; esac", "no shared C"),
     ],
 )
-def test_unfit_compilers_are_refused(script: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfit_compilers_are_passed_over(
+    script: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = cpu_kernels.find_compiler()
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, script))
+    assert cpu_kernels.find_compiler() == usual
+    assert re.search(reason, caplog.text)
+    monkeypatch.setenv("PATH", f"{tmp_path}")
     with pytest.raises(NoCompiler, match=reason):
         cpu_kernels.find_compiler()
 
