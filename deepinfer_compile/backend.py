@@ -1,8 +1,8 @@
 """The torch.compile door: `torch.compile(model, backend="deepinfer")`.
 
-Dynamo's graph is traced to ATen before dispatch (so that linear and attention stay whole), raised by the same block
-passes as a bundle, and handed to Inductor with every dialect op inlined as its reference. Graphs that this cannot do
-justice to are left to Inductor unchanged, with the reason logged and counted: under autograd, or with writes to inputs.
+Dynamo's graph is made functional, raised by the same passes as a bundle (`presets.BACKEND`), and handed to Inductor
+with every dialect op in the form that suits it best (`inline`). Graphs that this cannot do justice to are left to
+Inductor unchanged, with the reason logged and counted: under autograd, or with aliasing that cannot be expressed.
 """
 
 from __future__ import annotations
@@ -14,91 +14,134 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Interpreter
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from deepinfer_compile import ops
-from deepinfer_compile.errors import CompileError, UnknownOption
+from deepinfer_compile.errors import BadOption, CompileError, NoCompiler, TargetUnavailable, UnknownOption
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.graph import writes
+from deepinfer_compile.functional import Functional, functional, with_writes
+from deepinfer_compile.inline import Inliner
+from deepinfer_compile.passbase import Pass
 from deepinfer_compile.pipeline import Pipeline
 from deepinfer_compile.program import Program
 
 log = logging.getLogger("deepinfer_compile.backend")
 counters: collections.Counter[str] = collections.Counter()
-"""What the backend did in this process: `raised`, `left: <reason>`, and `op: <name>` per dialect op compiled in."""
-OPTIONS = ("raise",)
+"""What the backend compiled in this process: `raised`, `left: <reason>`, `op: <name>` per dialect op compiled in."""
+executed: collections.Counter[str] = collections.Counter()
+"""What compiled graphs ran in this process: `<name>` per dialect op, added at each call of a graph that holds it."""
+OPTIONS = ("raise", "pipeline", "kernels")
 
 
 def deepinfer(
     gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph. options: `raise` (default True) runs the passes; others are errors (UnknownOption)."""
-    chosen = dict(options or {})
-    for name in chosen:
-        if name not in OPTIONS:
-            raise UnknownOption(name=name, known=", ".join(OPTIONS))
-    reason = _why_not(gm, chosen)
+    """Compile one Dynamo graph.
+
+    options: `raise` (default True) runs the passes, `pipeline` replaces them (a sequence of passes), `kernels` (default
+    True) uses our native kernels where the graph runs on the CPU; anything else goes to Inductor's configuration
+    through `torch.compile`'s own options and is an error here. Raises UnknownOption, BadOption.
+    """
+    chosen = _options(options or {}, mode)
+    reason = "" if chosen["raise"] else "raise=False"
+    reason = reason or _under_autograd(gm)
     if not reason:
         try:
-            return _inductor(_raised(gm), example_inputs)
+            return _inductor(*_raised(gm, chosen), example_inputs)
         except CompileError as err:
             reason = str(err).splitlines()[0]
     counters[f"left: {reason}"] += 1
     log.info("left to Inductor: %s", reason)
-    return _inductor(gm, example_inputs)
+    return _inductor(gm, {}, example_inputs)
 
 
-def _why_not(gm: GraphModule, options: dict[str, Any]) -> str:
-    if not options.get("raise", True):
-        return "raise=False"
+def _options(options: dict[str, Any], mode: str | None) -> dict[str, Any]:
+    for name in options:
+        if name not in OPTIONS:
+            raise UnknownOption(name=name, known=", ".join(OPTIONS))
+    if mode not in (None, "default"):
+        raise BadOption(name="mode", value=mode, reason="the backend has no modes", fix="leave it out")
+    return {"raise": True, "pipeline": None, "kernels": True, **options}
+
+
+def _under_autograd(gm: GraphModule) -> str:
     held = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in held):
         return "autograd is recording"
     return ""
 
 
-def _inductor(gm: nn.Module, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def _inductor(gm: GraphModule, ran: dict[str, int], example_inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
     compiled: Any = compile_fx(gm, list(example_inputs))  # type: ignore[arg-type]
-    return compiled  # type: ignore[no-any-return]
+    if not ran:
+        return compiled  # type: ignore[no-any-return]
+
+    def run(*args: Any) -> Any:
+        executed.update(ran)
+        return compiled(*args)
+
+    return run
 
 
-def _raised(gm: GraphModule) -> GraphModule:
-    """The graph in ATen again, after the passes. Raises CompileError where they do not apply."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    from deepinfer_compile.presets import RAISE
-
+def _raised(gm: GraphModule, chosen: dict[str, Any]) -> tuple[GraphModule, dict[str, int]]:
+    """The graph in ATen again, after the passes, and its dialect ops. Raises CompileError where they do not apply."""
+    holes = [n for n in gm.graph.nodes if n.op == "placeholder"]
     # the placeholders' own fake values: example inputs hold real tensors, which would get symbols of their own
-    values = [n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"]
-    traced = make_fx(lambda *a: Interpreter(gm).run(*a), pre_dispatch=True, tracing_mode="symbolic")(*values)
-    mutating = next((n for n in traced.graph.nodes if writes(n)), None)
-    if mutating is not None or any(n.op == "get_attr" for n in traced.graph.nodes):
-        what = f"{mutating.target} writes to an operand" if mutating is not None else "the graph holds constants"
-        raise CompileError(message=what)
-    passes = tuple(p for p in RAISE if p.level == "layer")
-    program, records = Pipeline(passes, given=frozenset({Fact.SHAPES, Fact.FUNCTIONAL})).run(_as_program(traced))
+    values = [n.meta["example_value"] for n in holes]
+    form = functional(gm, values)
+    passes = chosen["pipeline"] if chosen["pipeline"] is not None else _passes()
+    program, records = Pipeline(tuple(passes), given=frozenset({Fact.SHAPES, Fact.FUNCTIONAL})).run(_as_program(form))
     counters["raised"] += 1
-    log.info("raised: %s", ", ".join(f"{r.name} {r.count('applied')}" for r in records if r.count("applied")))
-    block = program.blocks["body"]
-    for node in block.graph.nodes:
-        op = ops.find(node.target)
-        if op is not None:
-            counters[f"op: {op.name}"] += 1
-    inlined = make_fx(lambda *a: _Inliner(block).run(*a), pre_dispatch=True, tracing_mode="symbolic")
-    return inlined(*values)
+    for record in records:
+        log.info("%s: %d applied, %d missed", record.name, record.count("applied"), record.count("missed"))
+    (block,) = program.blocks.values()
+    found = collections.Counter(op.name for n in block.graph.nodes if (op := ops.find(n.target)) is not None)
+    counters.update({f"op: {name}": count for name, count in found.items()})
+    kernels = _kernels(values) if chosen["kernels"] else {}
+    inlined = make_fx(with_writes(Inliner(block, kernels).run, form), pre_dispatch=True, tracing_mode="symbolic")
+    return _like(inlined(*values), gm, holes), dict(found)
 
 
-class _Inliner(Interpreter):
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        op = ops.find(target)
-        return op.reference(*args, **kwargs) if op is not None else super().call_function(target, args, kwargs)
+def _passes() -> tuple[Pass, ...]:
+    from deepinfer_compile.presets import BACKEND
+
+    return BACKEND
 
 
-def _as_program(gm: GraphModule) -> Program:
+def _kernels(values: Sequence[Any]) -> dict[str, Any]:
+    """The native kernels by op name, if everything is on the CPU and a compiler is there."""
+    if any(isinstance(v, Tensor) and v.device.type != "cpu" for v in values):
+        return {}
+    from deepinfer_compile.targets.cpu import CPU, KERNELS
+
+    try:
+        namespace = CPU.load()
+    except (NoCompiler, TargetUnavailable) as err:
+        log.warning("no native kernels: %s", str(err).splitlines()[0])
+        return {}
+    library = getattr(torch.ops, namespace)
+    return {op.split(".")[1]: getattr(library, kernel).default for op, kernel in KERNELS}
+
+
+def _like(gm: GraphModule, source: GraphModule, holes: Sequence[Any]) -> GraphModule:
+    """Give a new graph what torch knows of the old one's inputs: which are parameters, and how calls are guarded."""
+    for name in ("_param_name_to_source", "_backend_id"):
+        if hasattr(source, name):
+            setattr(gm, name, getattr(source, name))
+    gm.meta.update(source.meta)
+    for new, old in zip((n for n in gm.graph.nodes if n.op == "placeholder"), holes, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+        new.meta.update({k: v for k, v in old.meta.items() if k not in ("val", "tensor_meta")})
+    return gm
+
+
+def _as_program(form: Functional) -> Program:
     """One block, called once."""
-    graph = Graph()
+    gm, graph = form.gm, Graph()
     holes = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
@@ -106,14 +149,12 @@ def _as_program(gm: GraphModule) -> Program:
             hole.meta = {"val": node.meta["val"]}
             holes.append(hole)
     call = graph.call_module("body", tuple(holes))
-    out = next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0]
-    vals = tuple(
-        n.meta["val"] if hasattr(n, "meta") else n for n in (out if isinstance(out, (tuple, list)) else (out,))
-    )
-    call.meta = {"val": vals, "layer": 0}
+    out = next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+    results = tuple(out.args[0]) if isinstance(out.args[0], (tuple, list)) else (out.args[0],)
+    out.args = (results,)
+    call.meta = {"val": tuple(n.meta["val"] if hasattr(n, "meta") else n for n in results), "layer": 0}
     graph.output(call)
     root = nn.Module()
     root.add_module("body", gm)
-    return Program(
-        "backend", GraphModule(root, graph), {"body": gm}, {}, {}, facts=frozenset({Fact.SHAPES, Fact.FUNCTIONAL})
-    )
+    facts = frozenset({Fact.SHAPES, Fact.FUNCTIONAL})
+    return Program("backend", GraphModule(root, graph), {"body": gm}, {}, {}, facts=facts)

@@ -143,6 +143,12 @@ class PassFailed(CompileError):
     exit_code = 6
 
 
+class NotFunctional(CompileError):
+    what = "the graph cannot be made functional: {reason}"
+    hint = "the backend leaves such a graph to Inductor; nothing has to be done"
+    exit_code = 6
+
+
 class GraphInvalid(CompileError):
     what = "graph {graph!r} is not valid after pass {name!r}: {problem}"
     hint = "this is a fault of the pass; bisect it with `deepinfer-compile bisect`"

@@ -48,21 +48,22 @@ class Found:
     causal: bool = False
 
 
-def is_candidate(node: Node) -> bool:
-    """Whether a node is SDPA, or a softmax over keys: its last axis has no static size."""
+def is_candidate(node: Node, packed: bool = True) -> bool:
+    """Whether a node is SDPA, or a softmax over keys: its last axis has no static size, or (not packed: keys may be
+    those of a cache of fixed length) it has four axes."""
     if is_op(node, A.scaled_dot_product_attention.default):
         return True
     if not is_op(node, *SOFTMAX):
         return False
     shape = tensor(node).shape
-    return len(shape) >= 2 and not isinstance(shape[-1], int)
+    return len(shape) == 4 if not packed else len(shape) >= 2 and not isinstance(shape[-1], int)
 
 
-def match(node: Node) -> Found:
-    """The attention that a candidate belongs to. Raises NearMiss."""
+def match(node: Node, packed: bool = True) -> Found:
+    """The attention that a candidate belongs to; packed: queries and keys are the same tokens. Raises NearMiss."""
     found = _sdpa(node) if is_op(node, A.scaled_dot_product_attention.default) else _eager(node)
     queries, keys = _tokens(found.q), _tokens(found.k)
-    if str(queries) != str(keys):
+    if (packed or found.causal) and str(queries) != str(keys):
         raise NearMiss(f"{queries} queries meet {keys} keys: whose corner the mask has is not known")
     k, v = ungrouped(found.k), ungrouped(found.v)
     if _heads(k) == _heads(v):

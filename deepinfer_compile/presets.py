@@ -49,6 +49,19 @@ PHASES: dict[str, tuple[Pass, ...]] = {
 }
 
 
+BACKEND: tuple[Pass, ...] = (
+    Canonicalize(),
+    RaiseRmsNorm(),
+    RaiseRope(),
+    RaiseRouter(),
+    RaiseExperts(),
+    RaiseActivation(),
+    RaiseAttention(packed=False),
+    RaiseLatentAttention(short=True),
+)
+"""For torch.compile: nothing is known of positions, lengths or caches."""
+
+
 def default() -> Pipeline:
     """From a captured program to one with caches."""
     return Pipeline((*RAISE, *PACK))

@@ -32,11 +32,11 @@ VIEWS = (A.view.default, A.reshape.default, A._unsafe_view.default)
 @dataclass(frozen=True)
 class Canonicalize:
     """Remove assertions, copies, no-op views and guards against ids that a top-k never gives; write every reshape with
-    -1 for its symbolic dimension.
+    -1 for its symbolic dimension, if it has one.
 
     Before: `_assert_tensor_metadata(x); y = clone(x); z = view(y, [1, %sym_size, -1, 16]); w = to(z, f32)` (z is f32)
     After:  `z = reshape(x, [1, -1, 6, 16])`
-    Left alone: dropout in training mode and reshapes with two symbolic dimensions.
+    Left alone: dropout in training mode.
     """
 
     name: ClassVar[str] = "canonicalize"
@@ -125,10 +125,9 @@ def _rewrite_view(node: Node, ctx: PassContext) -> None:
     """Every reshape as aten.reshape with numbers, and -1 for the one dimension that is symbolic."""
     shape = tensor(node).shape
     symbolic = [i for i, d in enumerate(shape) if not isinstance(d, int)]
-    if len(symbolic) > 1:
-        ctx.miss(node, f"{len(symbolic)} dimensions are symbolic")
-        return
-    wanted = [d if isinstance(d, int) else -1 for d in shape]
+    wanted: list[Any] = [d if isinstance(d, int) else -1 for d in shape]
+    if len(symbolic) > 1:  # only one can be -1
+        wanted = list(node.args[1])  # type: ignore[arg-type]
     if is_op(node, A.reshape.default) and list(argument(node, "shape")) == wanted:
         return
     if ctx.claim(node, "one spelling of reshape"):

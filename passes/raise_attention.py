@@ -37,7 +37,8 @@ class RaiseAttention:
     After:  `o = attention(q, k, v, None, sinks, scale, window, softcap, True)`, keys and values with their own heads
     Left alone: weights read by others, products of more than four dimensions, dropout, masks before a softcap. A mask
     whose meaning is not known (it depends on tokens, or adds other numbers than 0 and -inf) stays an operand.
-    Masks made of position_ids are taken to see consecutive positions, which is what a packed request has.
+    Masks made of position_ids are taken to see consecutive positions, which is what a packed request has. With
+    packed=False nothing is known of positions or lengths, and every mask stays an operand.
     """
 
     name: ClassVar[str] = "raise-attention"
@@ -45,15 +46,16 @@ class RaiseAttention:
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.CANONICAL})
     makes: ClassVar[frozenset[Fact]] = NONE
     breaks: ClassVar[frozenset[Fact]] = NONE
+    packed: bool = True
 
     def run_program(self, program: Program, ctx: PassContext) -> Program:
-        masks = Masks(program)
+        masks = Masks(program) if self.packed else None
         plans = {name: _plan(program, name, masks) for name in program.blocks}
         changed = False
         for name, plan in plans.items():
             for block, sights in _divide(program, name, plan):
                 ctx.graph, ctx.layers = block, tuple(program.layers_of(block))
-                changed |= _rewrite_block(program.blocks[block], sights, ctx)
+                changed |= _rewrite_block(program.blocks[block], sights, ctx, self.packed)
         if changed:
             prune(program)
         return program
@@ -63,18 +65,20 @@ _Sights = tuple[Sight | str, ...]
 """For each candidate of a block, what its masks let queries see, or why that is not known."""
 
 
-def _plan(program: Program, name: str, masks: Masks) -> dict[_Sights, list[Node]]:
+def _plan(program: Program, name: str, masks: Masks | None) -> dict[_Sights, list[Node]]:
     """The calls of a block by what their masks mean."""
-    sites = [node for node in program.blocks[name].graph.nodes if is_candidate(node)]
+    sites = [node for node in program.blocks[name].graph.nodes if is_candidate(node, masks is not None)]
     plan: dict[_Sights, list[Node]] = {}
     for call in [c for c in program.calls() if c.target == name] if sites else []:
         plan.setdefault(tuple(_sight(call, node, masks) for node in sites), []).append(call)
     return plan
 
 
-def _sight(call: Node, node: Node, masks: Masks) -> Sight | str:
+def _sight(call: Node, node: Node, masks: Masks | None) -> Sight | str:
     try:
-        found = match(node)
+        found = match(node, masks is not None)
+        if masks is None:
+            return Sight(found.causal) if not found.terms else "positions and lengths are the caller's"
         seen = masks.sight(call, found.terms)
     except NearMiss as reason:
         return str(reason)
@@ -97,11 +101,13 @@ def _divide(program: Program, name: str, plan: dict[_Sights, list[Node]]) -> lis
     return found
 
 
-def _rewrite_block(gm: GraphModule, sights: Sequence[Sight | str], ctx: PassContext) -> bool:
+def _rewrite_block(gm: GraphModule, sights: Sequence[Sight | str], ctx: PassContext, packed: bool) -> bool:
     changed = False
-    for node, seen in zip([n for n in gm.graph.nodes if is_candidate(n)], sights):
+    for node, seen in zip([n for n in gm.graph.nodes if is_candidate(n, packed)], sights):
         try:
-            found = match(node)
+            found = match(node, packed)
+            if not packed and found.ends is not node and any(t.kind != "added" for t in found.terms):
+                raise NearMiss("a row that sees no key would be 0, which the softmax makes NaN")
         except NearMiss as reason:
             ctx.miss(node, str(reason))
             continue

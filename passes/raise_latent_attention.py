@@ -58,6 +58,8 @@ class RaiseLatentAttention:
             o = latent_attention(q_nope, q_rope, c, k_rope, w_uk, w_uv, scale)`
     Left alone: an up-projection with a bias, rotary keys of their own per head, queries that are not two parts, and
     attention with a mask, a window, a softcap, sinks or without causality.
+    With `short`, a mask may take the place of causality, and attention is left alone whose queries are not known to be
+    so few that reading the latent costs less than expanding it.
     With `require`, a block that bears the sign of MLA (a linear split into latent and rope, beside attention) and does
     not match is an error.
     """
@@ -68,6 +70,7 @@ class RaiseLatentAttention:
     makes: ClassVar[frozenset[Fact]] = NONE
     breaks: ClassVar[frozenset[Fact]] = NONE
     require: bool = False
+    short: bool = False
 
     def run(self, gm: GraphModule, ctx: PassContext) -> None:
         for node in list(gm.graph.nodes):
@@ -78,7 +81,9 @@ class RaiseLatentAttention:
             except NearMiss:
                 continue
             try:
-                parts = _match(node, up)
+                parts = _match(node, up, self.short)
+                if self.short and not _absorbing_pays(up, parts):
+                    raise NearMiss("expanding the latent costs less for as many queries, or for an unknown number")
             except NearMiss as reason:
                 ctx.miss(node, str(reason))
                 continue
@@ -176,8 +181,10 @@ class _Parts:
     k_rope: Node
 
 
-def _match(node: Node, up: _Projection) -> _Parts:
-    for name, plain in (("mask", None), ("sinks", None), ("window", 0), ("softcap", 0.0), ("causal", True)):
+def _match(node: Node, up: _Projection, may_mask: bool) -> _Parts:
+    masked = may_mask and argument(node, "mask") is not None
+    mask = argument(node, "mask") if masked else None
+    for name, plain in (("mask", mask), ("sinks", None), ("window", 0), ("softcap", 0.0), ("causal", not masked)):
         if argument(node, name) != plain:
             raise NearMiss(f"the attention has {name} {argument(node, name)}")
     if len(up.linear.args) > 2 and up.linear.args[2] is not None:
@@ -196,6 +203,14 @@ def _match(node: Node, up: _Projection) -> _Parts:
     if tensor(q_nope).shape[1] != up.heads:
         raise NearMiss(f"{tensor(q_nope).shape[1]} query heads share {up.heads} heads of the latent")
     return _Parts(q_nope, q_rope, operand(up.linear), shared)
+
+
+def _absorbing_pays(up: _Projection, parts: _Parts) -> bool:
+    """Multiply-adds a head and key: absorbed `T (2 dl + dr)`, expanded `dl (dn + dv) + T (dn + dr + dv)`."""
+    queries = tensor(parts.q_nope).shape[2]
+    latent, rope = int(tensor(operand(up.linear, 1)).shape[1]), int(tensor(parts.q_rope).shape[-1])
+    expanded = latent * up.width + queries * (up.width + rope)
+    return isinstance(queries, int) and bool(queries * (2 * latent + rope) < expanded)
 
 
 def _two_parts(node: Node, what: str) -> tuple[Node, Node]:
@@ -230,15 +245,17 @@ def _rewrite(node: Node, up: _Projection, parts: _Parts) -> None:
     nope = up.start
     weight = operand(up.linear, 1)
     latent = int(tensor(weight).shape[1])
-    batch = int(tensor(node).shape[0])
     per_head = edit.call(A.reshape.default, weight, [up.heads, up.width, latent])
     w_uk = edit.call(A.slice.Tensor, per_head, 1, 0, nope)
     w_uv = edit.call(A.transpose.int, edit.call(A.slice.Tensor, per_head, 1, nope, up.width), 1, 2)
     c = parts.c
     while is_op(c, *RESHAPES) and tensor(operand(c)).shape[-1] == latent:
         c = operand(c)
+    if tensor(c).dim() == 4 and tensor(c).shape[1] == 1:
+        c = edit.call(A.squeeze.dim, c, 1)
     if tensor(c).dim() != 3:
-        c = edit.call(A.reshape.default, c, [batch, -1, latent])
+        c = edit.call(A.reshape.default, c, [int(tensor(node).shape[0]), -1, latent])
     k_rope = edit.call(A.squeeze.dim, parts.k_rope, 1)
-    scale = argument(node, "scale")
-    edit.replace(node, edit.call(LATENT_ATTENTION.overload, parts.q_nope, parts.q_rope, c, k_rope, w_uk, w_uv, scale))
+    scale, mask = argument(node, "scale"), argument(node, "mask")
+    operands_ = (parts.q_nope, parts.q_rope, c, k_rope, w_uk, w_uv, scale, *([mask] if mask is not None else []))
+    edit.replace(node, edit.call(LATENT_ATTENTION.overload, *operands_))

@@ -70,15 +70,23 @@ class CpuTarget:
 
     def prepare(self, isa: str | None) -> tuple[Pass, ...]:
         """Load the kernels (of this machine, if it cannot run `isa`) for tracing; the passes that bind ops to them."""
+        namespace = self.load(isa)
+        return (
+            SelectKernels(kernels=tuple((op, f"{namespace}.{kernel}") for op, kernel in KERNELS)),
+            MergeLinears(one=f"{namespace}.linear", many=f"{namespace}.linears"),
+        )
+
+    def load(self, isa: str | None = None) -> str:
+        """Load the kernels where this machine runs them, and their fake functions; returns their namespace.
+
+        Raises NoCompiler, NativeBuildFailed, TargetUnavailable.
+        """
         wanted = isa or host_isa()
         namespace = source_namespace(wanted)
         if ISAS.index(wanted) <= ISAS.index(host_isa()):
             load_kernels(cached_kernels(wanted, namespace) / LIBRARY)
         register_fakes(namespace)
-        return (
-            SelectKernels(kernels=tuple((op, f"{namespace}.{kernel}") for op, kernel in KERNELS)),
-            MergeLinears(one=f"{namespace}.linear", many=f"{namespace}.linears"),
-        )
+        return namespace
 
     def build(
         self, blocks: dict[str, GraphModule], options: dict[str, Any], progress: Callable[[str], None]

@@ -8,6 +8,9 @@ the up-projections to the query and the result (cheaper for few), so only the la
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import repeat
+
 import torch
 from torch import Tensor
 
@@ -18,9 +21,18 @@ FORMS = ("absorbed", "expanded")
 
 
 def _attend(
-    q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, scale: float, form: str
+    q_nope: Tensor,
+    q_rope: Tensor,
+    c: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    scale: float,
+    form: str,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """q_* [T, H, d], c [S, dl], k_rope [S, dr] -> [T, H, dv], queries at the end of the S positions."""
+    """q_* [T, H, d], c [S, dl], k_rope [S, dr] -> [T, H, dv]; without a mask [H or 1, T, S] the queries are the last
+    of the S positions and see what comes before them."""
     qn, qr, lat, kr = (wide(t) for t in (q_nope, q_rope, c, k_rope))
     uk, uv = wide(w_uk), wide(w_uv)
     tokens, keys = qn.shape[0], lat.shape[0]
@@ -31,6 +43,10 @@ def _attend(
         nope_score = torch.einsum("thd,shd->hts", qn, torch.einsum("sl,hdl->shd", lat, uk))
     s = (nope_score + rope_score) * scale
     visible = visibility(torch.arange(keys - tokens, keys, device=qn.device), keys, 0)
+    if mask is not None and mask.dtype == torch.bool:
+        visible = mask
+    elif mask is not None:
+        s, visible = s + wide(mask), torch.ones_like(visible)
     p = masked_softmax(s, visible.expand(s.shape), None)
     if form == "absorbed":
         out = torch.einsum("thl,hlv->thv", torch.einsum("hts,sl->thl", p, lat), uv)
@@ -40,11 +56,22 @@ def _attend(
 
 
 def _latent_attention(
-    q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, scale: float
+    q_nope: Tensor,
+    q_rope: Tensor,
+    c: Tensor,
+    k_rope: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
 ) -> Tensor:
+    spread: Iterable[Tensor | None] = repeat(None)
+    if mask is not None:
+        batch, _, tokens, _ = q_nope.shape
+        spread = mask.expand(batch, mask.shape[-3] if mask.dim() > 2 else 1, tokens, c.shape[1])
     rows = [
-        _attend(qn.transpose(0, 1), qr.transpose(0, 1), lat, kr, w_uk, w_uv, scale, "expanded")
-        for qn, qr, lat, kr in zip(q_nope, q_rope, c, k_rope)
+        _attend(qn.transpose(0, 1), qr.transpose(0, 1), lat, kr, w_uk, w_uv, scale, "expanded", m)
+        for qn, qr, lat, kr, m in zip(q_nope, q_rope, c, k_rope, spread)
     ]
     return torch.stack(rows)
 
@@ -56,13 +83,13 @@ def _work(queries: int, keys: int, heads: int, widths: tuple[int, int, int, int]
 
 
 LATENT_ATTENTION = define(
-    "latent_attention(Tensor q_nope, Tensor q_rope, Tensor c, Tensor k_rope, Tensor w_uk, Tensor w_uv, float scale) "
-    "-> Tensor",
+    "latent_attention(Tensor q_nope, Tensor q_rope, Tensor c, Tensor k_rope, Tensor w_uk, Tensor w_uv, float scale, "
+    "Tensor? mask=None) -> Tensor",
     reference=_latent_attention,
-    fake=lambda q_nope, q_rope, c, k_rope, w_uk, w_uv, scale: q_nope.new_empty(
+    fake=lambda q_nope, q_rope, c, k_rope, w_uk, w_uv, scale, mask=None: q_nope.new_empty(
         q_nope.shape[0], q_nope.shape[2], q_nope.shape[1], w_uv.shape[2]
     ),
-    work=lambda q_nope, q_rope, c, k_rope, w_uk, w_uv, scale: _work(
+    work=lambda q_nope, q_rope, c, k_rope, w_uk, w_uv, scale, mask=None: _work(
         q_nope.shape[0] * q_nope.shape[2],
         c.shape[1],
         q_nope.shape[1],
@@ -70,8 +97,8 @@ LATENT_ATTENTION = define(
         size_bytes(q_nope, q_rope, c, k_rope, w_uk, w_uv),
     ),
 )
-"""q_nope [B, H, T, dn], q_rope [B, H, T, dr], c [B, T, dl], k_rope [B, T, dr], w_uk [H, dn, dl], w_uv [H, dl, dv]
--> [B, T, H, dv]; causal."""
+"""q_nope [B, H, T, dn], q_rope [B, H, T, dr], c [B, S, dl], k_rope [B, S, dr], w_uk [H, dn, dl], w_uv [H, dl, dv]
+-> [B, T, H, dv]; causal, or with a mask (bool, true = visible, or additive) broadcast to [B, H, T, S]."""
 
 
 def _cached_latent_attention(
