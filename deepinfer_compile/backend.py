@@ -92,6 +92,9 @@ def _raised(gm: GraphModule, chosen: dict[str, Any]) -> tuple[GraphModule, dict[
     # the placeholders' own fake values: example inputs hold real tensors, which would get symbols of their own
     values = [n.meta["example_value"] for n in holes]
     form = functional(gm, values)
+    for node, held in zip((n for n in form.gm.graph.nodes if n.op == "placeholder"), values, strict=True):
+        if isinstance(held, nn.Parameter):
+            node.meta["weight"] = node.name
     passes = chosen["pipeline"] if chosen["pipeline"] is not None else _passes()
     program, records = Pipeline(tuple(passes), given=frozenset({Fact.SHAPES, Fact.FUNCTIONAL})).run(_as_program(form))
     counters["raised"] += 1

@@ -42,6 +42,8 @@ class _Router:
     normalize: bool = False
     eps: float = 0.0
     scale: float = 1.0
+PRODUCTS = (A.linear.default, A.matmul.default, A.mm.default, A.addmm.default)
+"""What logits come from: a choice behind one is another router's."""
 
 
 @register
@@ -65,12 +67,13 @@ class RaiseRouter:
 
     def run(self, gm: GraphModule, ctx: PassContext) -> None:
         inner: set[Node] = set()
+        products = [n for n in gm.graph.nodes if is_op(n, *PRODUCTS)]
         for node in reversed(list(gm.graph.nodes)):
             if is_op(node, A.gather.default) and _looked_up(node):
                 ctx.miss(node, "the experts are looked up in a table, not chosen by score")
             if node in inner or not _is_candidate(node):
                 continue
-            inner.update(n for n in ancestors(node.args[0]) if is_op(n, A.topk.default))
+            inner.update(n for n in ancestors(node.args[0], products) if is_op(n, A.topk.default))
             try:
                 router = _match(node)
             except NearMiss as reason:
@@ -149,9 +152,10 @@ def _groups(choice: Node, mask: Node) -> _Router:
     if index is None or count % groups:
         raise NearMiss("what masks the scores is not a choice of groups")
     probe = Concrete(5)
-    drawn = torch.stack([torch.randperm(groups, generator=torch.Generator().manual_seed(i))[:kept] for i in range(5)])
     shape = probe.shape(index)
-    probe.given.update({index: drawn[: math.prod(shape[:-1])].reshape(shape), ranked: torch.zeros(probe.shape(ranked))})
+    rows = [torch.randperm(groups, generator=torch.Generator().manual_seed(i)) for i in range(math.prod(shape[:-1]))]
+    drawn = torch.stack([row[:kept] for row in rows]).reshape(shape)
+    probe.given.update({index: drawn, ranked: torch.zeros(probe.shape(ranked))})
     probe.given[choice] = torch.zeros(probe.shape(choice))
     got = probe.value(mask).bool()
     alive = torch.zeros(probe.shape(ranked), dtype=torch.bool).scatter(-1, probe.given[index], True)
