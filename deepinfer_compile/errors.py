@@ -89,6 +89,24 @@ class NativeBuildFailed(CompileError):
     exit_code = 4
 
 
+class BadStamp(CompileError):
+    what = "{stamp!r} is not the stamp of a kernel source: {reason}"
+    hint = "give the first line of a rendered source, or the path of the file"
+    exit_code = 2
+
+
+class StaleStamp(CompileError):
+    what = "the stamp was made from another version of {template}: its text has the hash {found}, here it is {known}"
+    hint = "use the version of this package that rendered the file"
+    exit_code = 2
+
+
+class KernelOperand(CompileError):
+    what = "kernel {kernel} takes {operand} as {expected}; it was given {found}"
+    hint = "{fix}"
+    exit_code = 9
+
+
 # -- capture ----------------------------------------------------------------------------------------------------------
 
 

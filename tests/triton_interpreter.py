@@ -1,0 +1,123 @@
+"""Run a kernel in Triton's CPU interpreter, by its launch plan, on poisoned memory.
+
+Import this only in a process that was started with TRITON_INTERPRET=1 (`tests/templates/interpreted.py` does that). The
+interpreter is mended in three places: bf16 matrix products multiply raw bit patterns, casts to bf16 truncate, and
+Triton 3.6 cannot index with a scalar under NumPy 2.4 and newer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "the interpreter is chosen when triton is imported"
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+from deepinfer_compile.kernels import AnySpec, render_kernel
+from deepinfer_compile.runtime.launch import (
+    Buffer,
+    check_operands,
+    evaluate,
+    plan_from_json,
+    plan_to_json,
+    values_of,
+)
+
+GUARD = 64
+"""Elements of NaN before and after every result, which must stay."""
+
+
+def _wide(handle: Any) -> Any:
+    """A bf16 value, kept as bit patterns, as fp32."""
+    return (handle.data.astype(np.uint32) << 16).view(np.float32)
+
+
+def _mend_dot() -> None:
+    old = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, inexact: Any) -> Any:
+        if a.dtype.scalar != tl.bfloat16:
+            return old(self, a, b, d, precision, inexact)
+        made = np.matmul(_wide(a), _wide(b), dtype=d.data.dtype) + d.data
+        return interpreter.TensorHandle(made, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def _mend_cast() -> None:
+    old = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(self: Any, src: Any, kind: Any) -> Any:
+        if src.dtype.scalar != tl.float32 or kind.scalar != tl.bfloat16:
+            return old(self, src, kind)
+        bits = np.ascontiguousarray(src.data, dtype=np.float32).view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        made = np.where(np.isnan(src.data), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+        return interpreter.TensorHandle(made, kind.scalar)
+
+    interpreter.InterpreterBuilder.cast_impl = cast_impl
+
+
+def _mend_index() -> None:
+    old = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, *rest: Any) -> None:
+        old(tensor, *rest)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch
+
+
+_mend_dot()
+_mend_cast()
+_mend_index()
+
+
+def load(text: str, folder: Path) -> Any:
+    """A rendered source as a module, from a file of its own."""
+    path = folder / f"kernel_{abs(hash(text))}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    # the compiler folds constants; here Python would have to mix them with the whole numbers of a loop
+    for name, item in list(vars(module).items()):
+        if isinstance(item, tl.constexpr):
+            setattr(module, name, item.value)
+    return module
+
+
+def run(spec: AnySpec, params: Any, config: Any, arguments: Mapping[str, Any], folder: Path) -> tuple[Tensor, ...]:
+    """The results of a kernel, flat as its plan gives them. Operands may be written."""
+    module = load(render_kernel(spec, params, config, "triton"), folder)
+    plan = plan_from_json(plan_to_json(spec.plan(params, config)), "test")
+    tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor)}
+    check_operands(spec.name, plan, tensors)
+    guarded = {b.name: _poisoned(b, tensors) for b in (*plan.results, *plan.scratch)}
+    tensors |= {name: inner for name, (_, inner) in guarded.items()}
+    for launch in plan.launches:
+        grid = tuple(evaluate(e, tensors) for e in launch.grid)
+        if 0 not in grid:
+            getattr(module, launch.entry)[grid](*values_of(spec.name, launch, tensors))
+    for name, (whole, inner) in guarded.items():
+        edges = (whole[:GUARD], whole[GUARD + inner.numel() :])
+        assert all(edge.isnan().all() for edge in edges), f"{name} was written outside"
+    return tuple(tensors[b.name] for b in plan.results)
+
+
+def _poisoned(buffer: Buffer, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    shape = [evaluate(e, tensors) for e in buffer.shape]
+    whole = torch.full((prod(shape) + 2 * GUARD,), torch.nan, dtype=getattr(torch, buffer.dtype))
+    return whole, whole[GUARD : GUARD + prod(shape)].view(shape)
