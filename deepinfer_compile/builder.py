@@ -46,7 +46,7 @@ from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.interpret import known_namespace
 from deepinfer_compile.settings import BuildSettings
 from deepinfer_compile.targets import get_target
-from deepinfer_compile.targets.base import Target, Variant
+from deepinfer_compile.targets.base import Job, Target, Variant
 
 Progress = Callable[[str], None]
 
@@ -180,12 +180,16 @@ def _variant(
         raise TargetUnavailable(target=target.name, reason=missing.splitlines()[0], fix="build with native=False")
     lowering = target.prepare(options.isa)
     lowered: dict[str, GraphModule] = {}
+    callers: dict[str, tuple[str, ...]] = {}
     for name, program in compiled.programs.items():
         low, records = Pipeline(lowering, given=program.facts).run(program)
         compiled.records[f"{target.name}/{name}"] = records
         for block, gm in program.blocks.items():
-            lowered.setdefault(block_hash(gm), low.blocks[block])
-    return target.build(lowered, {"isa": options.isa}, progress)
+            digest = block_hash(gm)
+            lowered.setdefault(digest, low.blocks[block])
+            if name not in callers.setdefault(digest, ()):
+                callers[digest] += (name,)
+    return target.build(Job(lowered, callers, options.isa), progress)
 
 
 def _write_weights(writer: BundleWriter, compiled: Compiled, options: BuildSettings) -> Ledger:
@@ -264,8 +268,8 @@ def _manifest(compiled: Compiled, options: BuildSettings, variants: Sequence[Var
 def _variant_record(v: Variant) -> dict[str, Any]:
     seconds = {k: round(s, 3) for k, s in v.seconds.items()}
     return {
-        "native": v.native, "requires": v.requires, "blocks": v.blocks, "libraries": list(v.libraries),
-        "seconds": seconds, "notes": list(v.notes),
+        "native": v.native, "requires": v.requires, "blocks": v.blocks, "kernels": v.kernels,
+        "libraries": list(v.libraries), "seconds": seconds, "notes": list(v.notes),
     }  # fmt: skip
 
 

@@ -53,8 +53,7 @@ class Limits:
     """Data about a target, all that common code may ask.
 
     dtypes: weight types it computes in. device: torch device type that runs it. shared_bytes: on-chip memory of one
-    program. cores: programs that run at the same time at least. max_warps: warps of one program. matrix_rows: fewest
-    rows of its matrix instruction.
+    program. cores: programs that run at the same time at least. max_warps: warps of one program.
     """
 
     dtypes: tuple[str, ...]
@@ -62,7 +61,6 @@ class Limits:
     shared_bytes: int = 0
     cores: int = 1
     max_warps: int = 1
-    matrix_rows: int = 1
 
 
 @dataclass(frozen=True)

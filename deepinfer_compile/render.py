@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import PurePosixPath
@@ -218,12 +218,21 @@ def fill(template: str, values: Mapping[str, Value], line: str) -> str:
     return _environment().get_template(template).render(**found)
 
 
+def _leaves(value: Value) -> Iterator[Value]:
+    """The value itself, or the items of a tuple down to the last."""
+    if type(value) is not tuple:
+        yield value
+        return
+    for item in value:
+        yield from _leaves(item)
+
+
 def _check_literals(template: str, values: Mapping[str, Value]) -> None:
-    """Every value, or every item of a tuple, can be printed exactly. Raises TypeError naming the value."""
+    """Every value and every item of a tuple can be printed exactly. Raises TypeError naming the value."""
     literal = _LITERALS[_suffix(template)]
     for name, value in values.items():
         try:
-            for item in value if type(value) is tuple else (value,):
+            for item in _leaves(value):
                 literal(item)
         except TypeError as err:
             raise TypeError(f"{template}: value {name!r}: {err}") from None

@@ -10,8 +10,9 @@ if __name__ != "deepinfer_compile.targets":
 from deepinfer_compile.errors import UnknownTarget
 from deepinfer_compile.targets.base import Target
 from deepinfer_compile.targets.cpu import CPU
+from deepinfer_compile.targets.nvidia import SM90, SM100
 
-TARGETS: dict[str, Target] = {t.name: t for t in (CPU,)}
+TARGETS: dict[str, Target] = {t.name: t for t in (CPU, SM90, SM100)}
 
 
 def get_target(name: str) -> Target:

@@ -9,33 +9,38 @@ from typing import Any, Protocol
 
 from torch.fx import GraphModule
 
+from deepinfer_compile.kernels import Limits
 from deepinfer_compile.passbase import Pass
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Data about a target. dtypes: weight types it computes in. devices: torch device type that runs it."""
-
-    dtypes: tuple[str, ...]
-    device: str
 
 
 @dataclass(frozen=True)
 class Variant:
     """What was built for one target, as the manifest stores it.
 
-    requires: what the running machine must offer (compared by the loader). blocks: block hash -> file in the bundle.
-    libraries: shared libraries to load first. files: bundle path -> file on this machine. seconds: compile times.
+    requires: what the running machine must offer (compared by the loader); `device` is the torch device type, cpu if it
+    is not named. blocks: block hash -> file in the bundle. kernels: kernel hash -> its record in the bundle, for targets
+    whose block files name kernels. libraries: shared libraries to load first. files: bundle path -> file on this
+    machine. seconds: compile times.
     """
 
     target: str
     native: bool
     requires: dict[str, Any] = field(default_factory=dict)
     blocks: dict[str, str] = field(default_factory=dict)
+    kernels: dict[str, str] = field(default_factory=dict)
     libraries: tuple[str, ...] = ()
     files: dict[str, Path] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to build: lowered blocks by hash, and by the same hash the programs that call each. isa: as in `prepare`."""
+
+    blocks: dict[str, GraphModule]
+    programs: dict[str, tuple[str, ...]]
+    isa: str | None = None
 
 
 class Target(Protocol):
@@ -62,8 +67,9 @@ class Target(Protocol):
         """
         ...
 
-    def build(
-        self, blocks: dict[str, GraphModule], options: dict[str, Any], progress: Callable[[str], None]
-    ) -> Variant:
-        """Compile lowered blocks (by hash) to native code."""
+    def build(self, job: Job, progress: Callable[[str], None]) -> Variant:
+        """Compile to native code. Raises NativeBuildFailed, TargetUnavailable."""
         ...
+
+
+__all__ = ["Job", "Limits", "Target", "Variant"]

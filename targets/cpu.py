@@ -32,7 +32,7 @@ from deepinfer_compile.passbase import Pass
 from deepinfer_compile.passes.merge_linears import MergeLinears
 from deepinfer_compile.passes.select_kernels import SelectKernels
 from deepinfer_compile.runtime.native import load_kernels, processor_flags
-from deepinfer_compile.targets.base import Limits, Variant
+from deepinfer_compile.targets.base import Job, Limits, Variant
 from deepinfer_compile.targets.cpu_kernels import (
     ISAS,
     LIBRARY,
@@ -88,10 +88,8 @@ class CpuTarget:
         register_fakes(namespace)
         return namespace
 
-    def build(
-        self, blocks: dict[str, GraphModule], options: dict[str, Any], progress: Callable[[str], None]
-    ) -> Variant:
-        isa = options.get("isa") or host_isa()
+    def build(self, job: Job, progress: Callable[[str], None]) -> Variant:
+        isa = job.isa or host_isa()
         requires = _requires(isa)
         progress("kernels")
         begin = time.perf_counter()
@@ -100,7 +98,7 @@ class CpuTarget:
         folder = sha256(library.read_bytes()).hexdigest()[:16]
         files = {f"kernels/cpu/{folder}/{f.name}": f for f in sorted(library.parent.iterdir()) if f.is_file()}
         paths: dict[str, str] = {}
-        for digest, gm in blocks.items():
+        for digest, gm in job.blocks.items():
             progress(f"block {digest[:8]}")
             begin = time.perf_counter()
             package = _compile(gm, isa)
@@ -108,7 +106,8 @@ class CpuTarget:
             paths[digest] = f"kernels/cpu/{digest[:16]}/block.pt2"
             files[paths[digest]] = package
             files[f"kernels/cpu/{digest[:16]}/block.json"] = package.with_name("block.json")
-        return Variant(self.name, True, requires, paths, (f"kernels/cpu/{folder}/{LIBRARY}",), files, seconds)
+        libraries = (f"kernels/cpu/{folder}/{LIBRARY}",)
+        return Variant(self.name, True, requires, paths, libraries=libraries, files=files, seconds=seconds)
 
 
 def _requires(isa: str) -> dict[str, Any]:

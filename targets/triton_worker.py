@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-HIDDEN = re.compile(r"\.param\s")
+PARAMETER = re.compile(r"\.param\s")
 
 
 def answer(job: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +61,7 @@ def _compile(module: Any, launch: dict[str, Any], job: dict[str, Any]) -> dict[s
     file = Path(job["out"], f"{launch['entry']}.cubin")
     file.write_bytes(made.asm["cubin"])
     meta = made.metadata
+    ptx = made.asm["ptx"]
     return {
         "file": file.name,
         "symbol": meta.name,
@@ -68,8 +69,9 @@ def _compile(module: Any, launch: dict[str, Any], job: dict[str, Any]) -> dict[s
         "num_warps": meta.num_warps,
         "threads": meta.num_warps * job["warp"],
         "cluster": getattr(meta, "num_ctas", 1),
-        "hidden_pointers": _parameters(made.asm["ptx"], meta.name) - len(signature),
+        "hidden_pointers": _parameters(ptx, meta.name) - len(signature),
         "global_scratch_bytes": getattr(meta, "global_scratch_size", 0) or 0,
+        "arch": re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1],  # type: ignore[index]
         **_resources(file),
     }
 
@@ -77,22 +79,17 @@ def _compile(module: Any, launch: dict[str, Any], job: dict[str, Any]) -> dict[s
 def _parameters(ptx: str, symbol: str) -> int:
     """How many parameters the entry has, the compiler's own (scratch pointers, all null here) included."""
     head = ptx[ptx.index(f".entry {symbol}(") :]
-    return len(HIDDEN.findall(head[: head.index(")")]))
+    return len(PARAMETER.findall(head[: head.index(")")]))
 
 
-def _resources(file: Path) -> dict[str, Any]:
-    """Registers a thread, bytes of stack a thread (spills are there) and the processor named in the file."""
+def _resources(file: Path) -> dict[str, int]:
+    """Registers a thread, and bytes of stack a thread, where spilled registers go."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     done = subprocess.run([tool, "-res-usage", file], capture_output=True, text=True, check=True)
     usage = dict(re.findall(r"\b(REG|STACK):(\d+)", done.stdout))
-    arch = re.search(r"\barch = (sm_\w+)", done.stdout)
-    return {
-        "registers": int(usage["REG"]),
-        "stack_bytes": int(usage["STACK"]),
-        "arch": arch[1] if arch else "",
-    }
+    return {"registers": int(usage["REG"]), "stack_bytes": int(usage["STACK"])}
 
 
 def main() -> None:

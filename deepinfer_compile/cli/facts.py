@@ -29,6 +29,7 @@ def describe_bundle(files: BundleFiles) -> dict[str, Any]:
         "cache_bytes_per_token": sum(c["bytes_per_token"] * len(c["layers"]) for c in caches),
         "cache_bytes_per_request": sum(_request_bytes(c, limit) for c in caches),
         "variants": manifest.variants,
+        "kernels": _kernels(files, programs),
         "passes": [
             {"program": k, **record} for k, records in manifest.build.get("passes", {}).items() for record in records
         ],
@@ -85,6 +86,34 @@ def describe_caches(program: dict[str, Any], section: dict[str, Any]) -> list[di
         }
         found.setdefault(key, {**made, "layers": []})["layers"].append(int(c["layer"]))
     return list(found.values())
+
+
+def _kernels(files: BundleFiles, programs: dict[str, Any]) -> list[dict[str, Any]]:
+    """For variants whose block files name kernels: every node with its kernels, and what was left with the reason."""
+    rows: list[dict[str, Any]] = []
+    for target, variant in files.manifest.variants.items():
+        if not variant.get("kernels"):
+            continue
+        records = {name: files.json(path) for name, path in variant["kernels"].items()}
+        for program, data in programs.items():
+            for block, digest in data["blocks"].items():
+                place = {"target": target, "program": program, "block": block}
+                found = files.json(variant["blocks"][digest])["programs"][program]
+                for node, entry in found["kernels"].items():
+                    used = [_kernel(tokens, name, records[name]) for tokens, name in entry["choices"]]
+                    rows.append({**place, "node": node, "op": entry["op"], "kernel": entry["kernel"], "choices": used})
+                for node, entry in found["left"].items():
+                    rows.append({**place, "node": node, "op": entry["op"], "left": entry["reason"]})
+    return rows
+
+
+def _kernel(tokens: int | None, name: str, record: dict[str, Any]) -> dict[str, Any]:
+    """One choice: up to how many tokens, which config, and what each launch of it takes."""
+    launches = [
+        {"entry": launch["entry"], **{key: binary[key] for key in ("registers", "stack_bytes", "shared_bytes")}}
+        for launch, binary in zip(record["plan"]["launches"], record["binaries"])
+    ]
+    return {"tokens": tokens, "hash": name, "config": record["config"], "launches": launches}
 
 
 def _request_bytes(cache: dict[str, Any], limit: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,8 @@ from deepinfer_compile.cli.show import plural, ranges, size, stdout, table
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_RESOURCES = ("registers", "shared_bytes")
 
 
 @guarded
@@ -29,7 +32,7 @@ def inspect(
         print_json(found)
         return
     console = stdout()
-    for part in (_model, _programs, _caches, _variants, _passes, _weights, _files):
+    for part in (_model, _programs, _caches, _variants, _kernels, _passes, _weights, _files):
         part(found, console)
 
 
@@ -78,6 +81,29 @@ def _variants(found: dict[str, Any], console: Console) -> None:
         console.print(f"{target}: {kind}")
         for note in v["notes"]:
             console.print(f"  {note}")
+
+
+def _kernels(found: dict[str, Any], console: Console) -> None:
+    """One table a target: kernels by node and number of tokens; then what was left, with the reason."""
+    for target in dict.fromkeys(row["target"] for row in found["kernels"]):
+        rows = [row for row in found["kernels"] if row["target"] == target]
+        numbers = ("tokens", "registers", "shared bytes")
+        shown = table("program", "block", "node", "kernel", "tokens", "config", *numbers[1:], numbers=numbers)
+        for row in rows:
+            for choice in row.get("choices", ()):
+                config = " ".join(f"{key}={value}" for key, value in choice["config"].items())
+                upto = "more" if choice["tokens"] is None else str(choice["tokens"])
+                registers, shared = ("/".join(str(n[key]) for n in choice["launches"]) for key in _RESOURCES)
+                shown.add_row(
+                    row["program"], row["block"], row["node"], row["kernel"], upto, config, registers, shared
+                )
+        console.print(f"\nKernels of {target}", style="bold")
+        console.print(shown)
+        left = Counter((row["program"], row["op"], row["left"]) for row in rows if "left" in row)
+        rest = table("program", "left", "nodes", "because", numbers=("nodes",))
+        for (program, op, reason), count in left.items():
+            rest.add_row(program, op, str(count), reason)
+        console.print(rest)
 
 
 def _passes(found: dict[str, Any], console: Console) -> None:

@@ -112,35 +112,58 @@ def open_executor(
 
 
 def _variant(files: BundleFiles, target: str | None, native: bool) -> dict[str, Any] | None:
-    """The variant to run, or None for graph-only. Raises WrongTarget."""
-    variants: dict[str, Any] = files.manifest.variants
+    """The variant to run, or None for graph-only: the first that this machine can run, if no target is named.
+
+    Raises WrongTarget: of the named target, or of the first variant where none fits.
+    """
+    variants: dict[str, dict[str, Any]] = files.manifest.variants
     if target is not None and target not in variants:
         raise WrongTarget(
             built_for=", ".join(variants), found=f"a request for {target!r}", fix=f"use one of {list(variants)}"
         )
-    chosen: dict[str, Any] = variants[target] if target is not None else next(iter(variants.values()))
-    if not native or not chosen["native"]:
-        return None
+    refusals: list[WrongTarget] = []
+    for name in variants if target is None else (target,):
+        if not native or not variants[name]["native"]:
+            return None
+        refusal = _refusal(name, variants)
+        if refusal is None:
+            return variants[name]
+        refusals.append(refusal)
+    raise refusals[0]
+
+
+def _refusal(name: str, variants: Mapping[str, Mapping[str, Any]]) -> WrongTarget | None:
+    """Why this machine cannot run a native variant, or None."""
+    requires = variants[name]["requires"]
+    if requires.get("device", "cpu") != "cpu":
+        return _refuse_device(name, variants)
     found = {
         "torch": ".".join(torch.__version__.split(".")[:2]),
         "abi": torch.compiled_with_cxx11_abi(),
     }
     for key, have in found.items():
-        need = chosen["requires"].get(key)
-        if need != have:
-            raise WrongTarget(
-                built_for=f"{key} {need}",
-                found=f"{key} {have}",
-                fix="install that version, rebuild, or load(native=False)",
-            )
-    missing = missing_flags(chosen["requires"])
-    if missing:
-        raise WrongTarget(
-            built_for=chosen["requires"]["isa"],
-            found=f"a processor without {missing}",
-            fix="rebuild, or load(native=False)",
-        )
-    return chosen
+        if requires.get(key) != have:
+            fix = "install that version, rebuild, or load(native=False)"
+            return WrongTarget(built_for=f"{key} {requires.get(key)}", found=f"{key} {have}", fix=fix)
+    missing = missing_flags(requires)
+    if not missing:
+        return None
+    fix = "rebuild, or load(native=False)"
+    return WrongTarget(built_for=requires["isa"], found=f"a processor without {missing}", fix=fix)
+
+
+def _refuse_device(name: str, variants: Mapping[str, Mapping[str, Any]]) -> WrongTarget:
+    """Why this version cannot run a variant for an accelerator: it is not there, is another one, or has no launcher."""
+    requires = variants[name]["requires"]
+    device, wanted = requires["device"], ".".join(map(str, requires.get("capability", ())))
+    found = f"no {device} device that torch can use"
+    if device == "cuda" and torch.cuda.is_available():
+        have = ".".join(map(str, torch.cuda.get_device_capability()))
+        found = f"a {device} device of capability {have}"
+        found += ", which this version does not run programs on" if have == wanted else ""
+    others = [other for other, v in variants.items() if v["requires"].get("device", "cpu") == "cpu" and v["native"]]
+    fix = f"load(target={others[0]!r})" if others else "load(native=False)"
+    return WrongTarget(built_for=f"{name}, a {device} device of capability {wanted}", found=found, fix=fix)
 
 
 def missing_flags(requires: Mapping[str, Any]) -> str:

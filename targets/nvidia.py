@@ -1,0 +1,160 @@
+"""NVIDIA GPUs: dialect operations become Triton kernels, compiled to cubins on any Linux box, with no GPU and no CUDA.
+
+A block's file in the bundle is its graph and, for every program that calls the block, which node has which kernel at
+how many tokens and which nodes were left, with the reason. What is left runs as the operation that the graph names.
+Configs are chosen for a ladder of token counts, so that a server with one CUDA graph per count finds the best kernel
+for each; equal choices share one binary.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from deepinfer_compile.artifacts import cached
+from deepinfer_compile.graph import target_name
+from deepinfer_compile.graphjson import to_json
+from deepinfer_compile.kernels import Limits, Refused, call_of, choices, select
+from deepinfer_compile.passbase import Pass
+from deepinfer_compile.targets.base import Job, Variant
+from deepinfer_compile.targets.triton_compiler import DIALECT, Kernel, TritonCompiler, missing_tools
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
+"""Numbers of tokens for which a kernel's config is chosen."""
+OLDEST_TRITON = (3, 6)
+BLOCK = "block.json"
+
+
+@dataclass(frozen=True)
+class NvidiaTarget:
+    """One GPU architecture. capability: what CUDA calls it; its binaries run on exactly that one."""
+
+    name: str
+    capability: tuple[int, int]
+    limits: Limits
+
+    def missing(self) -> str | None:
+        if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+            return f"kernels are compiled on Linux x86-64, this is {platform.system()} {platform.machine()}"
+        lack = missing_tools()
+        if lack is None and _numbers(metadata.version("triton")) < OLDEST_TRITON:
+            return f"triton {metadata.version('triton')} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+        return lack
+
+    def prepare(self, isa: str | None) -> tuple[Pass, ...]:
+        return ()
+
+    def build(self, job: Job, progress: Callable[[str], None]) -> Variant:
+        made = _Made(self, progress)
+        arch = self.capability[0] * 10 + self.capability[1]
+        version = metadata.version("triton")
+        blocks, files = {}, {}
+        with TritonCompiler(self.name, arch, self.limits.shared_bytes, version) as compiler:
+            for digest, gm in job.blocks.items():
+                programs = {name: made.assign(gm, name, compiler) for name in job.programs[digest]}
+                blocks[digest] = f"kernels/{self.name}/{digest[:16]}/{BLOCK}"
+                files[blocks[digest]] = _block_file({"graph": to_json(gm), "programs": programs})
+        for name, folder in made.folders.items():
+            files |= {f"kernels/{self.name}/{name}/{f.name}": f for f in sorted(folder.iterdir())}
+        return Variant(
+            self.name,
+            True,
+            {"device": self.limits.device, "capability": list(self.capability)},
+            blocks,
+            kernels={name: f"kernels/{self.name}/{name}/kernel.json" for name in made.folders},
+            files=files,
+            seconds=made.seconds,
+            notes=made.notes(),
+        )
+
+
+class _Made:
+    """Kernels of one build by hash, and counts for the notes."""
+
+    def __init__(self, target: NvidiaTarget, progress: Callable[[str], None]) -> None:
+        self.target, self.progress = target, progress
+        self.folders: dict[str, Path] = {}
+        self.seconds: dict[str, float] = {}
+        self.bound: dict[str, int] = {}
+        self.unbound: dict[str, Counter[str]] = {}
+
+    def assign(self, gm: GraphModule, program: str, compiler: TritonCompiler) -> dict[str, Any]:
+        """Kernels of a block's nodes in one program, and the nodes that are left."""
+        kernels: dict[str, Any] = {}
+        left: dict[str, Any] = {}
+        unbound = self.unbound.setdefault(program, Counter())
+        for node in gm.graph.nodes:
+            call = call_of(node, program)
+            if call is None:
+                if _computes(node):
+                    left[node.name] = {"op": target_name(node), "reason": "ATen, run by torch"}
+                continue
+            found = select(call, DIALECT)
+            if isinstance(found, Refused):
+                left[node.name] = {"op": target_name(node), "reason": found.reason}
+                unbound[target_name(node)] += 1
+                continue
+            spec, params = found
+            chosen = choices(spec, params, self.target.limits, TOKENS)
+            names = [[tokens, self._compile(Kernel.of(spec, params, config), compiler)] for tokens, config in chosen]
+            kernels[node.name] = {"op": target_name(node), "kernel": spec.name, "choices": names}
+            self.bound[program] = self.bound.get(program, 0) + 1
+        return {"kernels": kernels, "left": left}
+
+    def _compile(self, kernel: Kernel, compiler: TritonCompiler) -> str:
+        self.progress(f"kernel {kernel.spec.name} {len(self.folders) + 1}")
+        begin = time.perf_counter()
+        name, folder = compiler.compile(kernel)
+        if name not in self.folders:
+            self.seconds[name] = time.perf_counter() - begin
+        self.folders[name] = folder
+        return name
+
+    def notes(self) -> tuple[str, ...]:
+        """One line a program: operations of the dialect with a kernel, and those without."""
+        found = []
+        for program, unbound in self.unbound.items():
+            bound = self.bound.get(program, 0)
+            names = ", ".join(f"{name} {count}" for name, count in sorted(unbound.items()))
+            rest = f"; without: {names}" if names else ""
+            found.append(f"{program}: {bound} of {bound + unbound.total()} dialect calls have a kernel{rest}")
+        return tuple(found)
+
+
+def _computes(node: Node) -> bool:
+    """Whether a node that calls no operation of the dialect does work: views and tuple items do not."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    return not any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
+
+
+def _block_file(content: dict[str, Any]) -> Path:
+    """A block's description as a file of the build cache."""
+
+    def write(folder: Path) -> None:
+        (folder / BLOCK).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+    return cached({"kind": "gpu-block", "content": content}, write) / BLOCK
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
+def _limits(cores: int) -> Limits:
+    """227 KiB of shared memory and 32 warps for a program."""
+    return Limits(("float32", "bfloat16"), "cuda", shared_bytes=227 * 1024, cores=cores, max_warps=32)
+
+
+SM90 = NvidiaTarget("nvidia-sm90", (9, 0), _limits(132))
+SM100 = NvidiaTarget("nvidia-sm100", (10, 0), _limits(148))
