@@ -117,16 +117,23 @@ def _source(template: str) -> str:
     return loader.get_source(_environment(), template)[0]
 
 
-def _tree(template: str) -> list[str]:
-    """The template and everything it includes or imports, each once, in order of first mention."""
-    found: list[str] = []
+@cache
+def _mentions(text: str) -> tuple[frozenset[str], tuple[str | None, ...]]:
+    """Names that a template's text leaves undeclared, and the templates it includes or imports."""
+    parsed = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).parse(text)
+    return frozenset(meta.find_undeclared_variables(parsed)), tuple(meta.find_referenced_templates(parsed))
+
+
+def _tree(template: str) -> dict[str, str]:
+    """The template and everything it includes or imports by name, each once, in order of first mention."""
+    found: dict[str, str] = {}
     todo = [template]
     while todo:
         name = todo.pop(0)
         if name in found:
             continue
-        found.append(name)
-        for other in meta.find_referenced_templates(_environment().parse(_source(name))):
+        found[name] = _source(name)
+        for other in _mentions(found[name])[1]:
             if other is None:
                 raise ValueError(f"{name} chooses an included template at run time; name it literally")
             todo.append(other)
@@ -135,13 +142,12 @@ def _tree(template: str) -> list[str]:
 
 def names_of(template: str) -> frozenset[str]:
     """The names of the values that `template` needs; `stamp` is among them where it prints its stamp itself."""
-    sources = [_environment().parse(_source(name)) for name in _tree(template)]
-    return frozenset(name for source in sources for name in meta.find_undeclared_variables(source))
+    return frozenset(name for text in _tree(template).values() for name in _mentions(text)[0])
 
 
 def digest(template: str) -> str:
     """A hash of the template's text and of all it includes."""
-    return hashlib.sha256("\0".join(_source(name) for name in _tree(template)).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join(_tree(template).values()).encode()).hexdigest()[:16]
 
 
 def encode(value: Value) -> Any:

@@ -15,8 +15,6 @@ from deepinfer_compile.cli.show import plural, ranges, size, stdout, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-_RESOURCES = ("registers", "shared_bytes")
-
 
 @guarded
 def inspect(
@@ -84,26 +82,37 @@ def _variants(found: dict[str, Any], console: Console) -> None:
 
 
 def _kernels(found: dict[str, Any], console: Console) -> None:
-    """One table a target: kernels by node and number of tokens; then what was left, with the reason."""
+    """Kernels of every node by number of tokens, one figure a launch, and what was left, with the reason; programs with
+    equal lines share them."""
     for target in dict.fromkeys(row["target"] for row in found["kernels"]):
-        rows = [row for row in found["kernels"] if row["target"] == target]
-        numbers = ("tokens", "registers", "shared bytes")
-        shown = table("program", "block", "node", "kernel", "tokens", "config", *numbers[1:], numbers=numbers)
-        for row in rows:
-            for choice in row.get("choices", ()):
-                config = " ".join(f"{key}={value}" for key, value in choice["config"].items())
-                upto = "more" if choice["tokens"] is None else str(choice["tokens"])
-                registers, shared = ("/".join(str(n[key]) for n in choice["launches"]) for key in _RESOURCES)
-                shown.add_row(
-                    row["program"], row["block"], row["node"], row["kernel"], upto, config, registers, shared
-                )
+        bound: dict[tuple[str, ...], list[str]] = {}
+        left: dict[tuple[str, str], Counter[str]] = {}
+        for row in (r for r in found["kernels"] if r["target"] == target):
+            if "left" in row:
+                left.setdefault((row["op"], row["left"]), Counter())[row["program"]] += 1
+                continue
+            lines = tuple(_choice(choice) for choice in row["choices"])
+            bound.setdefault((f"{row['block']} {row['node']}: {row['kernel']}", *lines), []).append(row["program"])
         console.print(f"\nKernels of {target}", style="bold")
+        for (head, *lines), programs in bound.items():
+            console.print(f"{', '.join(programs)}: {head}", soft_wrap=True)
+            for line in lines:
+                console.print(f"  {line}", soft_wrap=True)
+        shown = table("without a kernel", "because", "nodes")
+        for (op, reason), counts in left.items():
+            shown.add_row(op, reason, ", ".join(f"{count} in {program}" for program, count in counts.items()))
         console.print(shown)
-        left = Counter((row["program"], row["op"], row["left"]) for row in rows if "left" in row)
-        rest = table("program", "left", "nodes", "because", numbers=("nodes",))
-        for (program, op, reason), count in left.items():
-            rest.add_row(program, op, str(count), reason)
-        console.print(rest)
+
+
+def _choice(choice: dict[str, Any]) -> str:
+    """Tokens, config, registers a thread and shared memory of a choice in words."""
+    upto = "more tokens" if choice["tokens"] is None else f"up to {plural(choice['tokens'], 'token')}"
+    config = " ".join(f"{key}={value}" for key, value in choice["config"].items())
+    registers, shared, stack = (
+        "/".join(str(n[key]) for n in choice["launches"]) for key in ("registers", "shared_bytes", "stack_bytes")
+    )
+    spills = f", {stack} bytes of stack" if stack.strip("0/") else ""
+    return f"{upto}: {config}; {registers} registers, {shared} bytes shared{spills}"
 
 
 def _passes(found: dict[str, Any], console: Console) -> None:

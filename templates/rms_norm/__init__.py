@@ -24,6 +24,7 @@ from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, Lau
 LONGEST = 32768
 """Elements of a row that fit the registers of one program."""
 DTYPES = (torch.float32, torch.bfloat16)
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 WARPS = (1, 2, 4, 8, 16)
 TILE = 4096
 """Most elements of a program that holds several rows."""
@@ -98,14 +99,14 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
     """One row a program while that fills the target, then as many as fit a tile; 1024 elements a warp."""
     columns = 1 << (params.size - 1).bit_length()
     spare = max(1, tokens // (2 * limits.cores))
-    rows = min(max(1, TILE // columns), 1 << (spare.bit_length() - 1))
+    rows = min(ROWS[-1], max(1, TILE // columns), 1 << (spare.bit_length() - 1))
     return Config(rows, max(1, min(WARPS[-1], limits.max_warps, rows * columns // 1024)))
 
 
 def space(params: Params, limits: Limits) -> Iterator[Config]:
     """Rows a program and warps, from 32 to 8192 elements a warp."""
     columns = 1 << (params.size - 1).bit_length()
-    for rows in (1, 2, 4, 8, 16):
+    for rows in ROWS:
         if rows > 1 and rows * columns > TILE:
             continue
         for warps in WARPS:
