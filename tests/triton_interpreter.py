@@ -1,6 +1,6 @@
 """Run a kernel in Triton's CPU interpreter, by its launch plan, on poisoned memory.
 
-Import this only in a process that was started with TRITON_INTERPRET=1 (`tests/templates/interpreted.py` does that). The
+Import this only in a process that was started with TRITON_INTERPRET=1 (`tests/templates/test_interpreted.py` does that). The
 interpreter is mended in three places: bf16 matrix products multiply raw bit patterns, casts to bf16 truncate, and
 Triton 3.6 cannot index with a scalar under NumPy 2.4 and newer.
 """

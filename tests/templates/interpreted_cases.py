@@ -1,0 +1,75 @@
+"""Every case of every kernel, run in Triton's interpreter, against the operation's reference in fp64 on the same inputs.
+
+Run by test_interpreted.py in a process of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepinfer_compile.kernels import AnySpec, Case, Limits, specs
+from tests.triton_interpreter import run
+
+LIMITS = Limits(("float32", "bfloat16"), "cuda", shared_bytes=227 * 1024, cores=132, max_warps=32)
+SMALL = [(spec, c) for spec in specs() for c in spec.cases if sum(c.lengths) <= 1000]
+CASES = [pytest.param(spec, c, id=f"{spec.op.name}-{c.name}") for spec, c in SMALL]
+
+
+def clone(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Operands that may be written apart from the originals; the layout of the others is part of the case."""
+    return {name: item.clone() if name in ("kv", "latent") else item for name, item in arguments.items()}
+
+
+def as_tuple(made: Any) -> tuple[Tensor, ...]:
+    return made if isinstance(made, tuple) else (made,)
+
+
+def check(spec: AnySpec, case: Case[Any], config: Any, folder: Path, *, twice: bool = False) -> None:
+    """Results within tolerance of fp64 and unbiased; what is written equals what the reference writes. twice: and a
+    second run gives the same bits."""
+    given = spec.inputs(case, torch.Generator().manual_seed(1))
+    floats = {n: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in given.items()}
+    wanted = as_tuple(spec.op.reference(*floats.values()))
+    written = clone(given)
+    spec.op.reference(*written.values())
+    first = clone(given)
+    got = run(spec, case.params, config, first, folder)
+    again = run(spec, case.params, config, clone(given), folder) if twice else got
+    for name in spec.op.mutates:
+        torch.testing.assert_close(first[name], written[name], rtol=0, atol=0, equal_nan=True)
+    for want, found, same in zip(wanted, got, again):
+        found = found.view(want.shape)
+        assert found.dtype == case.params.dtype
+        assert torch.equal(found, same.view(want.shape)), "two runs differ"
+        scale = max(float(want.abs().max()), 1e-30) if want.numel() else 1.0
+        error = (found.double() - want) / scale
+        allowed = spec.tolerance[case.params.dtype]
+        assert not error.isnan().any()
+        assert float(error.abs().max()) <= allowed, f"{config}: {float(error.abs().max())} > {allowed}"
+        assert abs(float(error.mean())) <= allowed / 4, f"{config}: biased by {float(error.mean())}"
+
+
+@pytest.mark.parametrize("requests", [64, 4096])
+@pytest.mark.parametrize(("spec", "case"), CASES)
+def test_default(spec: AnySpec, case: Case[Any], requests: int, tmp_path: Path) -> None:
+    """The configs for a batch that leaves cores idle and for one that does not."""
+    tokens = requests * getattr(case.params, "queries", 1)
+    check(spec, case, spec.default(case.params, LIMITS, tokens), tmp_path, twice=requests > 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("spec", "case"), CASES)
+def test_space(spec: AnySpec, case: Case[Any], tmp_path: Path) -> None:
+    """Configs that differ in more than warps and stages, which only schedule: the first, and every seventh."""
+    shapes = {}
+    for config in spec.space(case.params, LIMITS):
+        key = tuple(v for k, v in sorted(vars(config).items()) if k not in ("num_warps", "num_stages"))
+        shapes.setdefault(key, config)
+    assert shapes
+    for config in list(shapes.values())[::7]:
+        check(spec, case, config, tmp_path)

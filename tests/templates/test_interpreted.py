@@ -1,0 +1,32 @@
+"""Numerics of the kernels on the CPU: the files `interpreted_*.py` beside this one run in a process of their own.
+
+Triton chooses between its compiler and its interpreter when it is imported, so the choice must not reach other tests.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FILES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_interpreted(marks: str) -> None:
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks, *map(str, FILES)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**inherited, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout or "100%" in done.stdout
