@@ -1,6 +1,6 @@
 """The kernel contract: from a node of a graph to the source of a kernel and how to call it.
 
-    node -> Call -> (KernelSpec, Params) or Refused -> Config -> source with a stamp, LaunchPlan -> the target's compiler
+    node -> Call -> (KernelSpec, Params) or Refused -> Config -> source with a stamp, LaunchPlan -> the compiler
 
 A spec belongs to one operation of the dialect, whose reference is the only definition of what the kernel computes.
 Params are what the graph fixes, Config is what tuning may choose; both are flat dataclasses of plain data, every field
@@ -22,6 +22,7 @@ from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
+from jinja2 import TemplateNotFound
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -233,7 +234,7 @@ def render_stamp(line: str) -> str:
     template, data, digest = render.parse_stamp(line)
     try:
         known = render.digest(template)
-    except render.jinja2.TemplateNotFound:
+    except TemplateNotFound:
         raise BadStamp(stamp=line[:120], reason=f"there is no template {template!r} here") from None
     if known != digest:
         raise StaleStamp(template=template, found=digest, known=known)

@@ -18,9 +18,9 @@ class Variant:
     """What was built for one target, as the manifest stores it.
 
     requires: what the running machine must offer (compared by the loader); `device` is the torch device type, cpu if it
-    is not named. blocks: block hash -> file in the bundle. kernels: kernel hash -> its record in the bundle, for targets
-    whose block files name kernels. libraries: shared libraries to load first. files: bundle path -> file on this
-    machine. seconds: compile times.
+    is not named. blocks: block hash -> file in the bundle. kernels: kernel hash -> its record in the bundle, where
+    block files name kernels. libraries: shared libraries to load first. files: bundle path -> file on this machine.
+    seconds: compile times.
     """
 
     target: str

@@ -51,7 +51,7 @@ def _compile(module: Any, launch: dict[str, Any], job: dict[str, Any]) -> dict[s
     from triton.compiler import ASTSource
 
     function = getattr(module, launch["entry"])
-    signature = {name: kind for name, kind in launch["signature"]}
+    signature = dict(launch["signature"])
     if list(signature) != list(function.arg_names):
         raise ValueError(f"{launch['entry']} takes {list(function.arg_names)}, its plan gives {list(signature)}")
     attrs = {(i,): [["tt.divisibility", m]] for i, m in enumerate(launch["multiples"]) if m > 1}

@@ -1,7 +1,7 @@
 """Run a kernel in Triton's CPU interpreter, by its launch plan, on poisoned memory.
 
-Import this only in a process that was started with TRITON_INTERPRET=1 (`tests/templates/test_interpreted.py` does that). The
-interpreter is mended in three places: bf16 matrix products multiply raw bit patterns, casts to bf16 truncate, and
+Import this only in a process that was started with TRITON_INTERPRET=1 (tests/templates/test_interpreted.py does that).
+The interpreter is mended in three places: bf16 matrix products multiply raw bit patterns, casts to bf16 truncate, and
 Triton 3.6 cannot index with a scalar under NumPy 2.4 and newer.
 """
 
@@ -16,11 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-
-assert os.environ.get("TRITON_INTERPRET") == "1", "the interpreter is chosen when triton is imported"
-
 import triton.language as tl
+from torch import Tensor
 from triton.runtime import interpreter
 
 from deepinfer_compile.kernels import AnySpec, render_kernel
@@ -32,6 +29,8 @@ from deepinfer_compile.runtime.launch import (
     plan_to_json,
     values_of,
 )
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "the interpreter is chosen when triton is imported"
 
 GUARD = 64
 """Elements of NaN before and after every result, which must stay."""

@@ -94,10 +94,8 @@ def _kernels(found: dict[str, Any], console: Console) -> None:
             lines = tuple(_choice(choice) for choice in row["choices"])
             bound.setdefault((f"{row['block']} {row['node']}: {row['kernel']}", *lines), []).append(row["program"])
         console.print(f"\nKernels of {target}", style="bold")
-        for (head, *lines), programs in bound.items():
-            console.print(f"{', '.join(programs)}: {head}", soft_wrap=True)
-            for line in lines:
-                console.print(f"  {line}", soft_wrap=True)
+        for (head, *choices), programs in bound.items():
+            console.print("\n  ".join((f"{', '.join(programs)}: {head}", *choices)), soft_wrap=True)
         shown = table("without a kernel", "because", "nodes")
         for (op, reason), counts in left.items():
             shown.add_row(op, reason, ", ".join(f"{count} in {program}" for program, count in counts.items()))

@@ -230,7 +230,7 @@ def _attend_arguments(params: Params, config: Config) -> tuple[Argument, ...]:
 
 
 def work(params: Params, new: Sequence[int], lengths: Sequence[int]) -> Work:
-    """Every key that a request sees is read once, and used by all its heads; queries, new rows and output moved once."""
+    """A key that a request sees is read once and used by all its heads; queries, new rows and output are moved once."""
     tokens, width = sum(new), params.key_width + params.value_width
     pairs = context = 0
     for count, length in zip(new, lengths):

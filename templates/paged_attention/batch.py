@@ -38,7 +38,7 @@ def _rows(params: Params, count: int, heads: int, width: int, generator: torch.G
     """Random [count, heads, width] inside NaN, its rows and heads at odd multiples of `align`."""
     gap = (-(-width // params.align) | 1) * params.align
     wide = torch.full((count + 1, heads * gap + (1 + heads % 2) * params.align), math.nan, dtype=params.dtype)
-    found = wide[1:, : heads * gap].unflatten(1, (heads, gap))[..., :width]
+    found: Tensor = wide[1:, : heads * gap].unflatten(1, (heads, gap))[..., :width]
     found.copy_(torch.randn(found.shape, generator=generator))
     return found
 

@@ -1,4 +1,4 @@
-"""Every case of every kernel, run in Triton's interpreter, against the operation's reference in fp64 on the same inputs.
+"""Every case of every kernel, run in Triton's interpreter, against the operation's reference in fp64.
 
 Run by test_interpreted.py in a process of its own.
 """

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_interpreted(marks: str) -> None:
     inherited = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks, *map(str, FILES)]
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, FILES)]
     done = subprocess.run(
         command,
         cwd=ROOT,

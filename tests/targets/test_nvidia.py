@@ -1,0 +1,227 @@
+"""A GPU variant beside a CPU one in a bundle: built without a GPU, shown, and refused where it cannot run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import deepinfer_compile as dc
+from deepinfer_compile.bundle import read_bundle
+from deepinfer_compile.cli import app
+from deepinfer_compile.errors import BundleCorrupt, TargetUnavailable, WrongTarget
+from deepinfer_compile.graphjson import from_json, to_json
+from deepinfer_compile.kernels import call_of, render_stamp
+from deepinfer_compile.runtime.launch import check_operands, plan_from_json
+from deepinfer_compile.targets import TARGETS, nvidia, triton_compiler
+from deepinfer_compile.targets.nvidia import SM90
+from tests import models
+from tests.e2e.parity import bundle_tokens, eager_tokens, prompts
+from tests.e2e.test_bundle import in_fresh_process
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return models.make("llama", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def bundle(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("gpu") / "llama.bundle"
+    dc.build(llama, out, target="nvidia-sm90")
+    return out
+
+
+def blocks(bundle: Path) -> dict[str, Any]:
+    files = read_bundle(bundle)
+    return {name: files.json(path) for name, path in files.manifest.variants["nvidia-sm90"]["blocks"].items()}
+
+
+def test_every_dialect_call_has_a_kernel_or_a_reason(bundle: Path) -> None:
+    files = read_bundle(bundle)
+    variant = files.manifest.variants["nvidia-sm90"]
+    assert variant["native"]
+    assert variant["requires"] == {"device": "cuda", "capability": [9, 0]}
+    seen: dict[str, set[str]] = {"bound": set(), "left": set()}
+    for name, program in files.manifest.programs.items():
+        for digest in files.json(program["file"])["blocks"].values():
+            block = files.json(variant["blocks"][digest])
+            graph = from_json(block["graph"])
+            assert to_json(graph) == files.json(f"programs/blocks/{digest}.json")
+            found = block["programs"][name]
+            for node in graph.graph.nodes:
+                if call_of(node, name) is not None:
+                    assert (node.name in found["kernels"]) != (node.name in found["left"])
+            seen["bound"] |= {f"{name} {entry['op']}" for entry in found["kernels"].values()}
+            seen["left"] |= {f"{name} {entry['op']}" for entry in found["left"].values() if entry["reason"]}
+    assert {"decode deepinfer.rms_norm", "decode deepinfer.add_rms_norm"} <= seen["bound"]
+    assert {"decode deepinfer.cached_attention", "verify deepinfer.cached_attention"} <= seen["bound"]
+    assert {"prefill deepinfer.cached_attention", "decode deepinfer.rope", "decode aten.linear"} <= seen["left"]
+    assert not seen["bound"] & seen["left"]
+    assert any("decode: 4 of 8 dialect calls have a kernel" in note for note in variant["notes"])
+
+
+def test_a_record_says_all_that_a_launcher_needs(bundle: Path) -> None:
+    files = read_bundle(bundle)
+    variant = files.manifest.variants["nvidia-sm90"]
+    used = {
+        name
+        for block in blocks(bundle).values()
+        for program in block["programs"].values()
+        for entry in program["kernels"].values()
+        for _, name in entry["choices"]
+    }
+    assert used == set(variant["kernels"])
+    for name, path in variant["kernels"].items():
+        assert path == f"kernels/nvidia-sm90/{name}/kernel.json"
+        record = files.json(path)
+        folder = path.removesuffix("kernel.json")
+        assert files.bytes(folder + record["source"]).decode() == render_stamp(record["stamp"])
+        plan = plan_from_json(record["plan"], path)
+        for launch, binary in zip(plan.launches, record["binaries"], strict=True):
+            assert files.bytes(folder + binary["file"])[:4] == b"\x7fELF"
+            assert binary["shared_bytes"] <= SM90.limits.shared_bytes
+            assert launch.arguments
+
+
+def test_the_plan_of_a_node_fits_what_the_graph_gives_it(bundle: Path) -> None:
+    files = read_bundle(bundle)
+    variant = files.manifest.variants["nvidia-sm90"]
+    checked = 0
+    for block in blocks(bundle).values():
+        graph = from_json(block["graph"])
+        for program, found in block["programs"].items():
+            for node in (n for n in graph.graph.nodes if n.name in found["kernels"]):
+                call = call_of(node, program)
+                assert call is not None
+                for _, name in found["kernels"][node.name]["choices"]:
+                    plan = plan_from_json(files.json(variant["kernels"][name])["plan"], name)
+                    check_operands(name, plan, {k: v for k, v in call.arguments.items() if isinstance(v, torch.Tensor)})
+                    checked += 1
+    assert checked > 10
+
+
+def test_the_same_model_gives_the_same_bytes(llama: Any, bundle: Path, tmp_path: Path) -> None:
+    dc.build(llama, tmp_path / "again", target="nvidia-sm90")
+    one, two = read_bundle(bundle).manifest, read_bundle(tmp_path / "again").manifest
+    kernels = {name: e.sha256 for name, e in one.files.items() if name.startswith("kernels/")}
+    assert kernels
+    assert kernels == {name: e.sha256 for name, e in two.files.items() if name.startswith("kernels/")}
+    text = b"".join((bundle / name).read_bytes() for name in kernels)
+    assert str(Path.home()).encode() not in text
+    assert b"/tmp/" not in text
+
+
+def test_inspect_shows_kernels_and_what_is_left(bundle: Path) -> None:
+    done = CliRunner().invoke(app, ["inspect", str(bundle)])
+    assert done.exit_code == 0, done.output
+    for line in (
+        "nvidia-sm90: native, 3 blocks, needs device cuda, capability [9, 0]",
+        "Kernels of nvidia-sm90",
+        "decode: layer0 cached_attention_default: paged_attention",
+        "prefill, decode, verify: layer0 add_rms_norm_default: rms_norm",
+        "  more tokens: block_m=16 block_n=64 pieces=1 num_warps=4 num_stages=2; ",
+        "no kernel template computes it",
+        "tiled over queries",
+        "aten.linear",
+    ):
+        assert line in done.stdout
+    found = json.loads(CliRunner().invoke(app, ["inspect", str(bundle), "--json"]).stdout)["kernels"]
+    attention = next(r for r in found if r["program"] == "decode" and r.get("kernel") == "paged_attention")
+    assert attention["choices"][-1]["tokens"] is None
+    assert [n["entry"] for n in attention["choices"][0]["launches"]] == ["write_rows", "attend", "merge"]
+    assert [n["entry"] for n in attention["choices"][-1]["launches"]] == ["write_rows", "attend"]
+    assert all(n["registers"] > 0 for n in attention["choices"][0]["launches"])
+
+
+def test_bnd_3_without_a_gpu_the_variant_is_refused_and_graphs_still_run(llama: Any, bundle: Path) -> None:
+    for target in ("nvidia-sm90", None):
+        with pytest.raises(WrongTarget) as caught:
+            dc.load(bundle, target=target)
+        text = str(caught.value)
+        assert "built for nvidia-sm90, a cuda device of capability 9.0" in text
+        assert "offers no cuda device that torch can use" in text
+        assert "native=False" in text
+    given = prompts(lengths=(5,))
+    llm = dc.load(bundle, native=False)
+    assert bundle_tokens(llm, given, 4) == [eager_tokens(llama, given[0], 4)]
+
+
+@pytest.mark.parametrize(("have", "words"), [((8, 0), "of capability 8.0"), ((9, 0), "does not run programs on")])
+def test_bnd_3_another_gpu_is_named(
+    have: tuple[int, int], words: str, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: have)
+    with pytest.raises(WrongTarget, match=words):
+        dc.load(bundle, target="nvidia-sm90")
+
+
+def test_a_changed_byte_of_a_cubin_is_refused(bundle: Path, tmp_path: Path) -> None:
+    shutil.copytree(bundle, tmp_path / "copy")
+    victim = next((tmp_path / "copy" / "kernels").rglob("*.cubin"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(bytes(data))
+    with pytest.raises(BundleCorrupt, match=r"\.cubin"):
+        dc.load(tmp_path / "copy", native=False)
+
+
+def test_the_cpu_variant_is_picked_wherever_it_stands(llama: Any, tmp_path: Path) -> None:
+    dc.build(llama, tmp_path / "two", target=("nvidia-sm90", "cpu"))
+    variants = read_bundle(tmp_path / "two").manifest.variants
+    assert list(variants) == ["nvidia-sm90", "cpu"]
+    given = prompts(lengths=(5, 30))
+    wanted = [eager_tokens(llama, p, 8) for p in given]
+    for target in (None, "cpu"):
+        assert bundle_tokens(dc.load(tmp_path / "two", target=target), given, 8) == wanted
+    assert in_fresh_process(tmp_path / "two", "native", given)["tokens"] == wanted
+    with pytest.raises(WrongTarget, match=r"load\(target='cpu'\)"):
+        dc.load(tmp_path / "two", target="nvidia-sm90")
+
+
+def test_a_bundle_without_native_code_names_both_targets(llama: Any, tmp_path: Path) -> None:
+    dc.build(llama, tmp_path / "x", target=("cpu", "nvidia-sm100"), native=False)
+    assert {n: v["native"] for n, v in read_bundle(tmp_path / "x").manifest.variants.items()} == {
+        "cpu": False,
+        "nvidia-sm100": False,
+    }
+    assert bundle_tokens(dc.load(tmp_path / "x", target="nvidia-sm100"), prompts(lengths=(3,)), 2)
+
+
+def test_what_is_missing_is_said_in_words(llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SM90.missing() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(nvidia.metadata, "version", lambda name: "3.5.1")
+        assert "triton 3.5.1 is older than 3.6" in str(SM90.missing())
+    with monkeypatch.context() as patch:
+        patch.setattr(nvidia.platform, "machine", lambda: "aarch64")
+        assert "Linux aarch64" in str(SM90.missing())
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_compiler, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "t.py")))
+        assert "comes without ptxas and cuobjdump" in str(SM90.missing())
+    monkeypatch.setattr(triton_compiler, "find_spec", lambda name: None)
+    with pytest.raises(TargetUnavailable, match="triton is not installed"):
+        dc.build(llama, tmp_path / "x", target="nvidia-sm90")
+    assert not (tmp_path / "x").exists()
+
+
+def test_only_the_worker_imports_triton() -> None:
+    root = Path(dc.__file__).parent
+    importing = {
+        file.name
+        for folder in (root, *(root / name for name in ("passes", "targets", "templates")))
+        for file in folder.resolve().rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "triton" for a in node.names))
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "triton")
+    }
+    assert importing == {"triton_worker.py"}
+    assert {"cpu", "nvidia-sm90", "nvidia-sm100"} <= set(TARGETS)
