@@ -55,14 +55,14 @@ def _cache(case: Case[Params], generator: torch.Generator) -> tuple[Tensor, Tens
     token = taken = 0
     for r, (count, length) in enumerate(zip(case.new, case.lengths)):
         own = order[taken : taken + counts[r]]
-        seen = max(0, length - count - params.window + 1) // page if params.window else 0
-        table[r, seen : counts[r]] = own[seen:].to(torch.int32)
+        first = max(0, length - count - params.window + 1) if params.window else 0
+        table[r, first // page : counts[r]] = own[first // page :].to(torch.int32)
         at = torch.arange(length)
         home = own[at // page] * page + at % page
         old = max(0, length - count)
         for side, width in enumerate((params.key_width, params.value_width)):
-            past = torch.randn(old - min(old, seen * page), params.kv_heads, width, generator=generator)
-            where = home[min(old, seen * page) : old]
+            where = home[min(old, first) : old]
+            past = torch.randn(len(where), params.kv_heads, width, generator=generator)
             kv[where // page, side, where % page, :, :width] = past.to(params.dtype)
         slot[token : token + length - old] = home[old:]
         token, taken = token + count, taken + counts[r]

@@ -125,6 +125,16 @@ def test_padding_tokens_give_0_wherever_they_are(pieces: int, tmp_path: Path) ->
     assert made[:2].abs().min() > 0
 
 
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_gen_1_a_row_that_sees_nothing_is_0(pieces: int, tmp_path: Path) -> None:
+    """Its token has a slot, but the request has no length."""
+    given = inputs(BASE, (1, 1), (0, 6))
+    given["slot"][0] = 7
+    made = attend(BASE, given, config(pieces=pieces), tmp_path)
+    assert not made[0].any()
+    assert made[1].abs().min() > 0
+
+
 def test_mla_1_empty_pieces_are_neutral(tmp_path: Path) -> None:
     """Context lengths 0, 5, 0, 17 and 1 in 8 pieces against one shot; most pieces see nothing."""
     params = replace(BASE, heads=4, kv_heads=2, key_width=16, value_width=16)
