@@ -112,12 +112,12 @@ class _Made:
         return {"kernels": kernels, "left": left}
 
     def _compile(self, kernel: Kernel, compiler: TritonCompiler) -> str:
-        self.progress(f"kernel {kernel.spec.name} {len(self.folders) + 1}")
-        begin = time.perf_counter()
-        name, folder = compiler.compile(kernel)
+        name = compiler.name(kernel)
         if name not in self.folders:
+            self.progress(f"kernel {len(self.folders) + 1} {kernel.spec.name}")
+            begin = time.perf_counter()
+            self.folders[name] = compiler.compile(kernel)
             self.seconds[name] = time.perf_counter() - begin
-        self.folders[name] = folder
         return name
 
     def notes(self) -> tuple[str, ...]:

@@ -61,8 +61,8 @@ class TritonCompiler:
     shared_bytes: int
     version: str
     cache: Path | None = None
-    _worker: subprocess.Popen[str] | None = None
-    _scratch: Path | None = field(default=None)
+    _worker: subprocess.Popen[str] | None = field(default=None, init=False, repr=False)
+    _scratch: Path | None = field(default=None, init=False, repr=False)
 
     def __enter__(self) -> TritonCompiler:
         return self
@@ -86,16 +86,19 @@ class TritonCompiler:
         made = {"kind": "triton-kernel", "target": self.target, "arch": self.arch, "triton": self.version}
         return {**made, "worker": worker, "source": kernel.text, "plan": plan, "shared_bytes": self.shared_bytes}
 
-    def compile(self, kernel: Kernel) -> tuple[str, Path]:
-        """Name (a hash) and folder of source, binaries and record. Raises NativeBuildFailed."""
-        key = self.key(kernel)
+    def name(self, kernel: Kernel) -> str:
+        """What a bundle calls the kernel: a hash of its key."""
+        return key_name(self.key(kernel))[:16]
+
+    def compile(self, kernel: Kernel) -> Path:
+        """Folder of source, binaries and record, from the cache or built. Raises NativeBuildFailed."""
 
         def build(folder: Path) -> None:
             (folder / SOURCE).write_text(kernel.text)
             binaries = self._run(kernel, folder)
             (folder / RECORD).write_bytes(jsonio.dumps(self._record(kernel, binaries)))
 
-        return key_name(key)[:16], cached(key, build, self.cache)
+        return cached(self.key(kernel), build, self.cache)
 
     def _record(self, kernel: Kernel, binaries: list[dict[str, Any]]) -> dict[str, Any]:
         """What a launcher and a reader need to know, binaries in the order of the plan's launches."""

@@ -61,19 +61,15 @@ class Buffer:
 class Argument:
     """One argument of a launch, by the name it has in the source.
 
-    type: the compiler's name, such as "*bf16" or "i64". value: the name of an operand or buffer for a pointer, else an
-    expression. multiple: what the code relies on; bytes that a pointer's address, or what a number, is a multiple of.
+    type: the compiler's name, such as "*bf16" or "i64". value: an expression for a number (a type of SCALARS), the name
+    of an operand or buffer for all else. multiple: what the code relies on; bytes that a tensor's address, or what a
+    number, is a multiple of.
     """
 
     name: str
     type: str
     value: str | Expr
     multiple: int = 1
-
-    @property
-    def is_pointer(self) -> bool:
-        """Whether the argument is a tensor's address."""
-        return self.type.startswith("*")
 
 
 @dataclass(frozen=True)
@@ -144,11 +140,11 @@ def values_of(kernel: str, launch: Launch, tensors: Mapping[str, Tensor]) -> lis
     """The arguments of a launch in order, pointers as tensors. Raises KernelOperand for a broken promise."""
     found: list[Tensor | int] = []
     for argument in launch.arguments:
-        if argument.is_pointer:
-            value: Tensor | int = tensors[str(argument.value)]
-            rest = tensors[str(argument.value)].data_ptr() % argument.multiple
+        if isinstance(argument.value, str):
+            value: Tensor | int = tensors[argument.value]
+            rest = tensors[argument.value].data_ptr() % argument.multiple
         else:
-            value = evaluate(argument.value, tensors)  # type: ignore[arg-type]
+            value = evaluate(argument.value, tensors)
             rest = value % argument.multiple
         if rest:
             expected = f"a multiple of {argument.multiple}"
@@ -187,10 +183,9 @@ def _buffer(data: Mapping[str, Any]) -> Buffer:
 def _launch(data: Mapping[str, Any]) -> Launch:
     arguments = []
     for a in data["arguments"]:
-        pointer = a["type"].startswith("*")
-        if pointer != isinstance(a["value"], str) or not (pointer or a["type"] in SCALARS):
-            raise ValueError(f"argument {a['name']!r} is neither a pointer nor a number")
-        value = a["value"] if pointer else _expr(a["value"])
+        if (a["type"] in SCALARS) == isinstance(a["value"], str):
+            raise ValueError(f"argument {a['name']!r} of type {a['type']!r} cannot be {a['value']!r}")
+        value = a["value"] if isinstance(a["value"], str) else _expr(a["value"])
         arguments.append(Argument(a["name"], a["type"], value, a["multiple"]))
     options = {str(k): int(v) for k, v in data["options"].items()}
     return Launch(data["entry"], tuple(_expr(e) for e in data["grid"]), tuple(arguments), options)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from deepinfer_compile.artifacts import key_name
 from deepinfer_compile.bundle import jsonio
 from deepinfer_compile.errors import NativeBuildFailed
 from deepinfer_compile.kernels import AnySpec, Case, render_stamp, specs
@@ -52,8 +51,7 @@ def elf_architecture(data: bytes) -> tuple[int, int]:
 @pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "cached_attention"])
 def test_typical_cubins_are_for_the_architecture_and_fit(op: str, hopper: TritonCompiler) -> None:
     wanted = kernel(op, "typical")
-    name, folder = hopper.compile(wanted)
-    assert name == key_name(hopper.key(wanted))[:16]
+    folder = hopper.compile(wanted)
     record = jsonio.loads((folder / RECORD).read_bytes())
     assert (folder / SOURCE).read_text() == wanted.text == render_stamp(record["stamp"])
     assert (record["triton"], record["target"], record["op"]) == (TRITON, "nvidia-sm90", op)
@@ -79,7 +77,7 @@ def test_typical_cubins_are_for_the_architecture_and_fit(op: str, hopper: Triton
 
 def test_another_architecture_is_another_file(tmp_path: Path) -> None:
     with compiler(SM100, tmp_path) as made:
-        _, folder = made.compile(kernel("rms_norm", "heads", target=SM100))
+        folder = made.compile(kernel("rms_norm", "heads", target=SM100))
         assert elf_architecture((folder / "rms_norm.cubin").read_bytes()) == (CUDA_ELF, 100)
 
 
@@ -87,26 +85,26 @@ def test_the_cache_answers_the_second_time_and_bytes_do_not_depend_on_the_place(
     hopper: TritonCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = kernel("rms_norm", "128")
-    name, folder = hopper.compile(wanted)
+    folder = hopper.compile(wanted)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with compiler(SM90, tmp_path / "elsewhere") as other:
-        again, copy = other.compile(wanted)
-    assert again == name
+        copy = other.compile(wanted)
+        assert other.name(wanted) == hopper.name(wanted)
     assert copy != folder
     for file in folder.iterdir():
         assert file.read_bytes() == (copy / file.name).read_bytes()
     monkeypatch.setattr(TritonCompiler, "_start", lambda self: pytest.fail("a cached kernel was compiled again"))
-    assert compiler(SM90, tmp_path / "elsewhere").compile(wanted) == (again, copy)
+    assert compiler(SM90, tmp_path / "elsewhere").compile(wanted) == copy
 
 
 def test_what_the_code_depends_on_is_in_the_key(hopper: TritonCompiler) -> None:
     wanted = kernel("cached_attention", "block")
-    keys = {key_name(hopper.key(wanted))}
-    keys.add(key_name(hopper.key(Kernel.of(wanted.spec, wanted.params, replace(wanted.config, num_warps=2)))))
-    keys.add(key_name(hopper.key(Kernel.of(wanted.spec, replace(wanted.params, scale=0.5), wanted.config))))
-    keys.add(key_name(hopper.key(replace(wanted, text=wanted.text + "\n"))))
-    keys.add(key_name(replace(hopper, version="0.0.0").key(wanted)))
-    keys.add(key_name(replace(hopper, arch=80).key(wanted)))
+    keys = {hopper.name(wanted)}
+    keys.add(hopper.name(Kernel.of(wanted.spec, wanted.params, replace(wanted.config, num_warps=2))))
+    keys.add(hopper.name(Kernel.of(wanted.spec, replace(wanted.params, scale=0.5), wanted.config)))
+    keys.add(hopper.name(replace(wanted, text=wanted.text + "\n")))
+    keys.add(replace(hopper, version="0.0.0").name(wanted))
+    keys.add(replace(hopper, arch=80).name(wanted))
     assert len(keys) == 6
 
 
