@@ -49,7 +49,8 @@ def markdown(compiled: Compiled, manifest: Manifest) -> str:
     lines += ["", "## Variants", ""]
     for target, variant in manifest.variants.items():
         kind = "native" if variant["native"] else "graph-only"
-        lines.append(f"- {target}: {kind} {variant['requires'] or ''} {' '.join(variant['notes'])}".rstrip())
+        lines.append(f"- {target}: {kind} {variant['requires'] or ''}".rstrip())
+        lines += [f"  - {note}" for note in variant["notes"]]
         lines += [f"  - compiled {name[:12]} in {s:.1f} s" for name, s in variant["seconds"].items()]
     if manifest.waivers:
         lines += ["", "## Waivers", "", *(f"- {w}" for w in manifest.waivers)]
