@@ -104,7 +104,14 @@ def _raised(gm: GraphModule, chosen: dict[str, Any]) -> tuple[GraphModule, dict[
     found = collections.Counter(op.name for n in block.graph.nodes if (op := ops.find(n.target)) is not None)
     counters.update({f"op: {name}": count for name, count in found.items()})
     kernels = _kernels(values) if chosen["kernels"] else {}
-    inlined = make_fx(with_writes(Inliner(block, kernels).run, form), pre_dispatch=True, tracing_mode="symbolic")
+    (call,) = program.calls()
+    order = [n.name for n in form.gm.graph.nodes if n.op == "placeholder"]
+    read = [order.index(hole.name) for hole in call.args]  # type: ignore[union-attr]  # inputs nobody reads are gone
+
+    def run(*args: Any) -> Any:
+        return Inliner(block, kernels).run(*(args[i] for i in read))
+
+    inlined = make_fx(with_writes(run, form), pre_dispatch=True, tracing_mode="symbolic")
     return _like(inlined(*values), gm, holes), dict(found)
 
 
