@@ -28,7 +28,6 @@ from torch.utils import _pytree as pytree
 
 from deepinfer_compile.errors import NotFunctional
 
-
 CONVERSIONS = frozenset(
     {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool"}
     | {"cpu", "cuda", "contiguous"}

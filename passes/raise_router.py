@@ -42,8 +42,6 @@ class _Router:
     normalize: bool = False
     eps: float = 0.0
     scale: float = 1.0
-PRODUCTS = (A.linear.default, A.matmul.default, A.mm.default, A.addmm.default)
-"""What logits come from: a choice behind one is another router's."""
 
 
 @register
@@ -67,7 +65,7 @@ class RaiseRouter:
 
     def run(self, gm: GraphModule, ctx: PassContext) -> None:
         inner: set[Node] = set()
-        products = [n for n in gm.graph.nodes if is_op(n, *PRODUCTS)]
+        products = [n for n in gm.graph.nodes if is_op(n, A.linear.default, A.matmul.default, A.mm.default)]
         for node in reversed(list(gm.graph.nodes)):
             if is_op(node, A.gather.default) and _looked_up(node):
                 ctx.miss(node, "the experts are looked up in a table, not chosen by score")

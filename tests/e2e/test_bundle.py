@@ -159,6 +159,7 @@ def test_no_compiler_is_an_error_before_anything_is_written(
     llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DEEPINFER_COMPILE_CACHE", str(tmp_path / "cache"))
     with pytest.raises(dc.CompileError, match="no-such-compiler"):
         dc.build(llama, tmp_path / "x")
