@@ -4,81 +4,91 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from deepinfer_compile.errors import BadOption, CompileError, NumericMismatch
+from deepinfer_compile.errors import BadOption, CompileError, GraphInvalid, NumericMismatch, PassFailed
 from deepinfer_compile.observe import NumericReplay
-from deepinfer_compile.passbase import make
-from deepinfer_compile.pipeline import Pipeline, Record
+from deepinfer_compile.passbase import Pass, PassContext, Remark, make
+from deepinfer_compile.pipeline import Observer, Pipeline, Record, run_pass
 from deepinfer_compile.program import Program
 from deepinfer_compile.programjson import program_from_json
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """What bisection found. application: 1-based number of the wrong rewrite of the pass, 0 if the pass as a whole."""
+    """What bisection found. application: 1-based number of the wrong rewrite of the pass, 0 if the pass as a whole.
+
+    node, reason, place: of that rewrite, as the pass reported it; place is in the user's model.
+    """
 
     name: str
     application: int
     node: str
     reason: str
     error: str
+    place: str = ""
+
+
+@dataclass
+class _Progress(Observer):
+    """How many passes came to an end, and what the last one made."""
+
+    last: Program
+    done: int = 0
+
+    def after(self, p: Pass, before: Program, after: Program, record: Record) -> None:
+        self.last, self.done = after, self.done + 1
+
+
+WRONG = (NumericMismatch, GraphInvalid, PassFailed)
+"""Errors that say that a pass is wrong; every other one says something of the model or the options."""
 
 
 def bisect(
     pipeline: Pipeline, program: Program, weights: Mapping[str, Tensor], ids: Sequence[int], rows: Sequence[int]
 ) -> Culprit | None:
-    """The first wrong rewrite of a pipeline on a program, or None if all results hold."""
-    found = _failure(pipeline, program, weights, ids, rows, {})
-    if found is None:
-        return None
-    name, error = found
-    upto = pipeline.upto(name)
-    low, high = 0, _applications(upto, program, name)
-    if high == 0 or _failure(upto, program, weights, ids, rows, {name: 0}) is not None:
-        return Culprit(name, 0, "", "the pass is wrong even when it rewrites nothing", error)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _failure(upto, program, weights, ids, rows, {name: middle}) is None:
-            low = middle
-        else:
-            high = middle
-    _, records = upto.run(program, limits={name: high})
-    last = [r for r in records[-1].remarks if r.kind == "applied"][high - 1]
-    return Culprit(name, high, f"{last.graph}.{last.node}", last.reason, error)
+    """The first wrong rewrite of a pipeline on a program, or None if all results hold.
 
-
-def _failure(
-    pipeline: Pipeline,
-    program: Program,
-    weights: Mapping[str, Tensor],
-    ids: Sequence[int],
-    rows: Sequence[int],
-    limits: dict[str, int],
-) -> tuple[str, str] | None:
-    watch = NumericReplay(weights, ids, rows)
+    A rewrite is wrong if the results change with it, or if the graph is not valid or the pass fails after it.
+    """
+    watch, progress = NumericReplay(weights, ids, rows), _Progress(program)
     try:
-        pipeline.run(program, observers=[watch], limits=limits)
-    except NumericMismatch as err:
-        return str(err.values["name"]), str(err).splitlines()[0]
-    except CompileError as err:
-        if "name" not in err.values:
-            raise
-        return str(err.values["name"]).split("{")[0], str(err).splitlines()[0]
+        # what a pass made counts as progress only once its results held
+        pipeline.run(program, observers=[watch, progress])
+    except WRONG as err:
+        return _narrow(pipeline.passes[progress.done], progress.last, watch, err)
     return None
 
 
-def _applications(pipeline: Pipeline, program: Program, name: str) -> int:
-    records: list[Record] = []
+def _narrow(p: Pass, before: Program, watch: NumericReplay, error: CompileError) -> Culprit:
+    """The first wrong rewrite of one pass."""
+    said = str(error).splitlines()[0]
+    applied = [r for r in _attempt(p, before, watch, None)[1] if r.kind == "applied"]
+    if not applied or _attempt(p, before, watch, 0)[0]:
+        return Culprit(p.name, 0, "", "the pass is wrong even when it rewrites nothing", said)
+    low, high = 0, len(applied)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _attempt(p, before, watch, middle)[0]:
+            high = middle
+        else:
+            low = middle
+    last = applied[high - 1]
+    return Culprit(p.name, high, f"{last.graph}.{last.node}", last.reason, said, last.place)
+
+
+def _attempt(p: Pass, before: Program, watch: NumericReplay, limit: int | None) -> tuple[bool, list[Remark]]:
+    """Whether the pass is wrong when it may rewrite `limit` times, and what it remarked."""
+    ctx = PassContext(limit=limit)
     try:
-        _, records = pipeline.run(program)
-    except CompileError:
-        return 0
-    return records[-1].count("applied") if records and records[-1].name == name else 0
+        run_pass(p, before, ctx, [replace(watch)], [])
+    except WRONG:
+        return True, ctx.remarks
+    return False, ctx.remarks
 
 
 def replay(file: Path) -> str:

@@ -161,6 +161,28 @@ def writes(node: Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
+def written(node: Node) -> list[Node]:
+    """The operands that a call writes to."""
+    if not writes(node):
+        return []
+    named = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]  # type: ignore[union-attr]
+    found = (argument(node, name) for name in named)
+    return [n for f in found for n in (f if isinstance(f, (list, tuple)) else (f,)) if isinstance(n, Node)]
+
+
+def origin_of(node: Node) -> Node:
+    """What a view, or a view of a view, looks into; the node itself if it is no view."""
+    while node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        views = node.target is operator.getitem or any(
+            r.alias_info is not None for r in (schema.returns if schema is not None else ())
+        )
+        if not views or not node.args or not isinstance(node.args[0], Node):
+            break
+        node = node.args[0]
+    return node
+
+
 @contextmanager
 def editing(gm: GraphModule) -> Iterator[Graph]:
     """Edit the graph of `gm`; afterwards drop dead nodes and recompile."""

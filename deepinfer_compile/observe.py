@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -20,11 +20,14 @@ from deepinfer_compile.passbase import Pass, describe
 from deepinfer_compile.pipeline import Observer, Record
 from deepinfer_compile.program import Program
 from deepinfer_compile.programjson import program_to_json
-from deepinfer_compile.replay import logits_of
+from deepinfer_compile.replay import Trace, trace_of
 
 EXACT_TOLERANCE = 1e-9
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2, torch.float64: EXACT_TOLERANCE}
 """Largest difference of logits, over the largest logit, between a stage and the captured graph."""
+GROWTH = 1.5
+"""How much rounding a rewrite may add; ours stay below 1.05 on every tiny model in fp32 and bf16."""
+FORMS = ("exact", "native")
 
 
 def program_text(program: Program) -> str:
@@ -91,10 +94,13 @@ class PrintAfter(Observer):
 
 @dataclass
 class NumericReplay(Observer):
-    """Replay every stage against the captured program and name the first pass that leaves tolerance.
+    """Replay every stage against the captured program and name the first pass that changes what it computes.
 
-    Each stage runs twice: widened to fp64, where it must agree to EXACT_TOLERANCE, and as it is, where it must stay
-    within TOLERANCES of its dtype. A cached stage is read in chunks. The errors of all stages are kept in `errors`.
+    Each stage runs twice: widened to fp64, where it must agree to EXACT_TOLERANCE, and as it is, where its logits must
+    have the type they had, stay within TOLERANCES of it, and lie no further from the fp64 logits than GROWTH times
+    what the captured program's do. A cached stage reads in chunks, between other requests; what it writes to its caches
+    must be what the stage before it wrote, or read as keys and values, and nothing may be written elsewhere. The errors
+    of all stages are kept in `errors`. Choose ids with `replay.sample_length`, or they may miss a corner of the mask.
     """
 
     weights: Mapping[str, Tensor]
@@ -103,32 +109,55 @@ class NumericReplay(Observer):
     chunk: int = 13
     native: bool = True
     errors: list[tuple[str, float, float]] = field(default_factory=list)
-    _wanted: dict[str, Tensor] = field(default_factory=dict)
+    _wanted: dict[str, Trace] = field(default_factory=dict)
+    _before: dict[str, Trace] = field(default_factory=dict)
 
     def start(self, program: Program, passes: Sequence[Pass]) -> None:
         if not self._wanted:
-            self._wanted = self._both(program)
+            self._wanted = self._before = self._both(program)
 
     def after(self, p: Pass, before: Program, after: Program, record: Record) -> None:
-        got = self._both(after)
-        exact, native = (relative(got[k], self._wanted[k]) if k in got else 0.0 for k in ("exact", "native"))
+        try:
+            got = self._both(after)
+        except (RuntimeError, IndexError, TypeError, ValueError) as err:
+            raise NumericMismatch(name=p.name, detail=f"the program does not run: {str(err).splitlines()[0]}") from err
+        exact, native = (relative(got[k].logits, self._wanted[k].logits) if k in got else 0.0 for k in FORMS)
         self.errors.append((p.name, exact, native))
-        limit = TOLERANCES[self._wanted["native"].dtype] if "native" in got else 0.0
-        if not exact <= EXACT_TOLERANCE:
-            raise NumericMismatch(
-                name=p.name, detail=f"in fp64 the logits differ by {exact:.1e} (limit {EXACT_TOLERANCE:.0e})"
-            )
-        if "native" in got and not native <= limit:
-            raise NumericMismatch(name=p.name, detail=f"the logits differ by {native:.1e} (limit {limit:.0e})")
+        for form, trace in got.items():
+            for problem in self._problems(form, trace):
+                raise NumericMismatch(name=p.name, detail=problem)
+        self._before = got
 
-    def _both(self, program: Program) -> dict[str, Tensor]:
-        out = {"exact": self._logits(exact_program(program), exact_weights(self.weights))}
+    def _problems(self, form: str, got: Trace) -> Iterator[str]:
+        """What is wrong with a stage, in words."""
+        wanted, before = self._wanted[form].logits, self._before[form]
+        said = "in fp64 " if form == "exact" else ""
+        if got.logits.dtype != wanted.dtype:
+            yield f"the logits are {got.logits.dtype} and were {wanted.dtype}"
+        limit = EXACT_TOLERANCE if form == "exact" else TOLERANCES[wanted.dtype]
+        error = relative(got.logits, wanted)
+        if not error <= limit:
+            yield f"{said}the logits differ by {error:.1e} (limit {limit:.0e})"
+        if form == "native":
+            truth = self._wanted["exact"].logits
+            had, has = (rounding(t, truth) for t in (wanted, got.logits))
+            if not has <= GROWTH * max(had, torch.finfo(wanted.dtype).eps):
+                yield f"rounding grew from {had:.1e} to {has:.1e} (limit {GROWTH} times): is a narrower type in use?"
+        for name in got.kept.keys() & before.kept.keys() if got.cached else ():
+            error = relative_rows(got.kept[name], before.kept[name])
+            if not error <= limit:
+                yield f"{said}what is kept in {name} differs by {error:.1e} (limit {limit:.0e})"
+        if got.stray:
+            yield f"rows that belong to no token were written in {', '.join(got.stray)}"
+
+    def _both(self, program: Program) -> dict[str, Trace]:
+        out = {"exact": self._trace(exact_program(program), exact_weights(self.weights))}
         if self.native:
-            out["native"] = self._logits(program, self.weights)
+            out["native"] = self._trace(program, self.weights)
         return out
 
-    def _logits(self, program: Program, weights: Mapping[str, Tensor]) -> Tensor:
-        return logits_of(program, weights, self.ids, self.rows, self.chunk if program.caches else None)
+    def _trace(self, program: Program, weights: Mapping[str, Tensor]) -> Trace:
+        return trace_of(program, weights, self.ids, self.rows, self.chunk if program.caches else None)
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -136,6 +165,21 @@ def relative(got: Tensor, want: Tensor) -> float:
     if got.shape != want.shape or not bool(got.isfinite().all()):
         return float("inf")
     return float((got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-30))
+
+
+def relative_rows(got: Tensor, want: Tensor) -> float:
+    """The same of cache rows, which may hold NaN where nothing is stored, in the same places."""
+    if got.shape != want.shape or not torch.equal(got.isnan(), want.isnan()):
+        return float("inf")
+    return relative(got.nan_to_num(), want.nan_to_num())
+
+
+def rounding(got: Tensor, truth: Tensor) -> float:
+    """Root mean square error over that of the truth, of the median row: one row that routes otherwise says nothing."""
+    if got.shape != truth.shape or not bool(got.isfinite().all()):
+        return float("inf")
+    error = (got.double() - truth.double()).square().mean(-1) / truth.double().square().mean(-1).clamp(min=1e-30)
+    return float(error.sqrt().median())
 
 
 class Reproducer(Observer):

@@ -116,11 +116,17 @@ class Pipeline:
             o.start(program, self.passes)
         for p in self.passes:
             ctx = PassContext(dict(settings or {}), (limits or {}).get(p.name))
-            program = _step(p, program, ctx, observers, records)
+            program = run_pass(p, program, ctx, observers, records)
         return program, records
 
 
-def _step(p: Pass, before: Program, ctx: PassContext, observers: Sequence[Observer], records: list[Record]) -> Program:
+def run_pass(
+    p: Pass, before: Program, ctx: PassContext, observers: Sequence[Observer], records: list[Record]
+) -> Program:
+    """Run one pass on a copy of a program and verify what it made. Adds its record; `before` stays as it is.
+
+    Raises what the pass raises, PassFailed in place of what is no CompileError, GraphInvalid, ExpectedMatchMissing.
+    """
     begin = time.perf_counter()
     try:
         after = _apply(p, before.clone(), ctx)

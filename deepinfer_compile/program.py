@@ -7,7 +7,7 @@ skeleton placeholders that name a checkpoint tensor, passed on to the blocks. `f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,9 @@ class CacheSpec:
     layer: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+BlockRunner = Callable[[Node, tuple[Any, ...]], Any]
 
 
 @dataclass(frozen=True)
@@ -92,19 +95,24 @@ class Program:
         """Nodes over all graphs, each block counted once."""
         return sum(len(gm.graph.nodes) for _, gm in self.graphs())
 
-    def run(self, arguments: Mapping[str, Tensor]) -> Any:
-        """Run on the reference implementation of every op; `arguments` names every skeleton input."""
+    def run(self, arguments: Mapping[str, Tensor], block: BlockRunner | None = None) -> Any:
+        """Run on the reference implementation of every op; `arguments` names every skeleton input.
+
+        block: runs a block call in place of the block's own graph, given the call and its argument values.
+        """
         env: dict[Node, Any] = {}
         for node in self.skeleton.graph.nodes:
             if node.op == "placeholder":
                 env[node] = arguments[node.name]
-            elif node.op == "output":
-                return torch.fx.node.map_arg(node.args[0], lambda n: env[n])
-            else:
-                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
-                call = self.blocks[str(node.target)] if node.op == "call_module" else node.target
-                with torch.no_grad():
-                    env[node] = call(*args, **kwargs)
+                continue
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: env[n])
+            if node.op == "output":
+                return args[0]
+            with torch.no_grad():
+                if node.op == "call_module":
+                    env[node] = block(node, args) if block else self.blocks[str(node.target)](*args, **kwargs)
+                else:
+                    env[node] = node.target(*args, **kwargs)
         raise ValueError(f"program {self.name!r} has no output")
 
     def flatten(self) -> GraphModule:

@@ -15,7 +15,17 @@ from torch.fx import GraphModule, Node
 
 from deepinfer_compile.errors import GraphInvalid
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.graph import evaluate, fake_mode_of, node_text, shape_text, value, writes
+from deepinfer_compile.graph import (
+    evaluate,
+    fake_mode_of,
+    is_op,
+    node_text,
+    origin_of,
+    shape_text,
+    value,
+    writes,
+    written,
+)
 from deepinfer_compile.program import Program, output_values
 from deepinfer_compile.runtime.interpret import known_namespace
 
@@ -135,6 +145,48 @@ def rule_weights(program: Program) -> Iterator[str]:
             yield f"weight {ref.name} is {ref.dtype} {ref.shape}, its input records {shape_text(val)}"
 
 
+def rule_writes(program: Program) -> Iterator[str]:
+    """Only caches are written to: not weights, which programs share, nor values that others may still read."""
+    caches = {c.name for c in program.caches}
+    given: dict[str, set[str]] = {}
+    for call in program.calls():
+        holes = (n.name for n in program.blocks[str(call.target)].graph.nodes if n.op == "placeholder")
+        fed = {h for h, arg in zip(holes, call.args) if isinstance(arg, Node) and arg.name in caches}
+        given[str(call.target)] = given.get(str(call.target), fed) & fed
+    for name, gm in program.graphs():
+        free = caches if name == "skeleton" else given.get(name, set())
+        for node in gm.graph.nodes:
+            for target in written(node):
+                origin = origin_of(target)
+                if origin.op != "placeholder" or origin.name not in free:
+                    yield f"{name}: {node_text(node)} writes to {origin.name}, which is no cache"
+
+
+def rule_layout(program: Program) -> Iterator[str]:
+    """What a block hands to a block is contiguous, in the order of its dimensions: compiled blocks read it so."""
+    for call in program.calls():
+        for arg in call.args:
+            made = arg.args[0] if is_op(arg, operator.getitem) else arg  # type: ignore[union-attr]
+            if not isinstance(made, Node) or made.op != "call_module":
+                continue
+            index = arg.args[1] if made is not arg else 0  # type: ignore[union-attr]
+            val = output_values(program.blocks[str(made.target)])[index]  # type: ignore[index]
+            if isinstance(val, Tensor) and not _contiguous(val):
+                yield f"{made.target}: output {index} goes to {call.target} and is not contiguous"
+
+
+def _contiguous(val: Tensor) -> bool:
+    """Whether a fake tensor is dense and in order, whatever its symbolic sizes are."""
+    step: Any = 1
+    for size, stride in zip(reversed(val.shape), reversed(val.stride())):
+        if isinstance(size, int) and size == 1:
+            continue
+        if not _equal_dim(stride, step):
+            return False
+        step = step * size
+    return True
+
+
 def fact_functional(program: Program) -> Iterator[str]:
     """Fact.FUNCTIONAL."""
     for name, gm in program.graphs():
@@ -172,6 +224,12 @@ def verify(program: Program, changed: frozenset[str], pass_name: str) -> None:
         for rule in GRAPH_RULES:
             for problem in rule(gm):
                 raise GraphInvalid(graph=name, name=pass_name, problem=problem)
-    for check in (rule_calls, rule_weights, *(FACT_CHECKS[f] for f in program.facts if f in FACT_CHECKS)):
+    for check in (
+        rule_calls,
+        rule_weights,
+        rule_writes,
+        rule_layout,
+        *(FACT_CHECKS[f] for f in program.facts if f in FACT_CHECKS),
+    ):
         for problem in check(program):
             raise GraphInvalid(graph="program", name=pass_name, problem=problem)

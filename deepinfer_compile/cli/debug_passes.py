@@ -9,7 +9,7 @@ import typer
 
 from deepinfer_compile.cli.boundary import guarded, print_json
 from deepinfer_compile.cli.build_bundle import JSON_OPTION
-from deepinfer_compile.cli.show import plural, stdout, table
+from deepinfer_compile.cli.show import plural, short_place, stdout, table
 from deepinfer_compile.cli.stages import Stages
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _first_wrong(opened: Subject, chosen: Pipeline | None) -> Culprit | None:
 def _in_words(found: Culprit) -> str:
     lines = [f"pass {found.name} is wrong: {found.error}"]
     if found.application:
-        lines.append(f"first at its rewrite {found.application}: {found.node}")
+        lines.append(f"first at its rewrite {found.application}: {found.node} ({short_place(found.place)})")
     if found.reason:
         lines.append(found.reason)
     return "\n".join(lines)

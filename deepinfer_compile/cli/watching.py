@@ -14,7 +14,7 @@ from deepinfer_compile.phases import phase_programs
 from deepinfer_compile.pipeline import Observer, Record
 from deepinfer_compile.presets import default
 from deepinfer_compile.program import Program
-from deepinfer_compile.replay import vocabulary
+from deepinfer_compile.replay import sample_length, vocabulary
 
 
 @dataclass
@@ -56,8 +56,9 @@ class Errors(NumericReplay):
 
 
 def samples(program: Program) -> tuple[Sequence[int], Sequence[int]]:
-    """Token ids to replay, and the rows whose logits are compared."""
-    return sample_ids(vocabulary(program)), ROWS
+    """Token ids to replay, past the widest window if that is near, and the rows whose logits are compared."""
+    count = sample_length(program)
+    return sample_ids(vocabulary(program), count), sorted({*(r for r in ROWS if r < count), count // 2, count - 1})
 
 
 def replay_stages(opened: Subject) -> tuple[list[Row], NumericMismatch | None]:
