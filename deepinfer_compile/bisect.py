@@ -78,7 +78,7 @@ def _narrow(p: Pass, before: Program, watch: NumericReplay, error: CompileError)
         else:
             low = middle
     last = applied[high - 1]
-    return Culprit(p.name, high, f"{last.graph}.{last.node}", last.reason, said, last.place)
+    return Culprit(p.name, high, f"{last.graph or 'skeleton'}.{last.node}", last.reason, said, last.place)
 
 
 def _attempt(p: Pass, before: Program, watch: NumericReplay, limit: int | None) -> tuple[bool, list[Remark]]:

@@ -143,7 +143,7 @@ class NumericReplay(Observer):
             had, has = (rounding(t, truth) for t in (wanted, got.logits))
             if not has <= GROWTH * max(had, torch.finfo(wanted.dtype).eps):
                 yield f"rounding grew from {had:.1e} to {has:.1e} (limit {GROWTH} times): is a narrower type in use?"
-        for name in got.kept.keys() & before.kept.keys() if got.cached else ():
+        for name in (n for n in got.kept if got.cached and n in before.kept):
             error = relative_rows(got.kept[name], before.kept[name])
             if not error <= limit:
                 yield f"{said}what is kept in {name} differs by {error:.1e} (limit {limit:.0e})"
