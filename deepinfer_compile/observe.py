@@ -39,9 +39,14 @@ def program_text(program: Program) -> str:
 
 
 def diff_text(before: Program, after: Program, name: str) -> str:
-    """Unified diff of two stages."""
-    old, new = program_text(before).splitlines(), program_text(after).splitlines()
-    return "\n".join(difflib.unified_diff(old, new, f"before {name}", f"after {name}", lineterm="", n=2)) + "\n"
+    """Unified diff of two stages, one part a graph that changed, headed by the graph's name."""
+    old, new = (dict((*p.blocks.items(), ("skeleton", p.skeleton))) for p in (before, after))
+    parts: list[str] = []
+    for graph in dict.fromkeys((*old, *new)):
+        texts = [to_text(gms[graph]).splitlines() if graph in gms else [] for gms in (old, new)]
+        heads = (f"{graph} before {name}", f"{graph} after {name}")
+        parts += difflib.unified_diff(*texts, *heads, lineterm="", n=2)
+    return "".join(f"{line}\n" for line in parts)
 
 
 class Dump(Observer):
