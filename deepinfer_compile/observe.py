@@ -43,9 +43,8 @@ def diff_text(before: Program, after: Program, name: str) -> str:
     old, new = (dict((*p.blocks.items(), ("skeleton", p.skeleton))) for p in (before, after))
     parts: list[str] = []
     for graph in dict.fromkeys((*old, *new)):
-        texts = [to_text(gms[graph]).splitlines() if graph in gms else [] for gms in (old, new)]
-        heads = (f"{graph} before {name}", f"{graph} after {name}")
-        parts += difflib.unified_diff(*texts, *heads, lineterm="", n=2)
+        was, now = (to_text(gms[graph]).splitlines() if graph in gms else [] for gms in (old, new))
+        parts += difflib.unified_diff(was, now, f"{graph} before {name}", f"{graph} after {name}", lineterm="", n=2)
     return "".join(f"{line}\n" for line in parts)
 
 
