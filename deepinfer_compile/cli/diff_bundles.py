@@ -77,14 +77,14 @@ def _programs(a: BundleFiles, b: BundleFiles) -> list[dict[str, Any]]:
 
 
 def _graphs(files: BundleFiles) -> dict[tuple[str, str], list[str]]:
-    from deepinfer_compile.cli.facts import block_file
+    from deepinfer_compile.runtime.stored import read_programs
 
     found: dict[tuple[str, str], list[str]] = {}
-    for name, entry in files.manifest.programs.items():
-        data = files.json(entry["file"])
+    stored = read_programs(files)
+    for name, data in stored.programs.items():
         found[name, "skeleton"] = graph_lines(data["skeleton"])
         for block, digest in data["blocks"].items():
-            found[name, block] = graph_lines(files.json(block_file(digest)))
+            found[name, block] = graph_lines(stored.graphs[digest])
     return found
 
 

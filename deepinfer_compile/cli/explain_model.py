@@ -70,10 +70,12 @@ def explain_compiled(compiled: Compiled) -> dict[str, Any]:
 
 def explain_bundle(files: BundleFiles) -> dict[str, Any]:
     """What a bundle recorded: misses per graph, and how often each pass applied over all graphs."""
+    from deepinfer_compile.runtime.stored import read_programs
+
     manifest = files.manifest
     kinds: dict[str, dict[str, Any]] = {}
-    for entry in manifest.programs.values():
-        for node in files.json(entry["file"])["skeleton"]["nodes"]:
+    for program_data in read_programs(files).programs.values():
+        for node in program_data["skeleton"]["nodes"]:
             if node["op"] == "block":
                 kind = kinds.setdefault(node["target"], _kind(node["target"], []))
                 kind["layers"] += [node["layer"]] if node.get("layer") is not None else []

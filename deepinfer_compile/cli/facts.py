@@ -9,6 +9,7 @@ from typing import Any
 from deepinfer_compile.bundle import LEDGER, BundleFiles, torch_dtype
 from deepinfer_compile.runtime.batch import PAGE_SIZE, CacheGroup
 from deepinfer_compile.runtime.pages import demand, pages_for
+from deepinfer_compile.runtime.stored import Stored, read_programs
 
 WHOLE_STEP = 2048
 """New tokens of one step, for what a window layer must hold: the loader's default."""
@@ -17,14 +18,14 @@ WHOLE_STEP = 2048
 def describe_bundle(files: BundleFiles) -> dict[str, Any]:
     """Everything in a bundle that a person may ask for. Sizes in bytes. Raises BundleCorrupt."""
     manifest = files.manifest
-    programs = {name: files.json(entry["file"]) for name, entry in manifest.programs.items()}
-    caches = describe_caches(next(iter(programs.values()), {}), manifest.caches)
+    stored = read_programs(files)
+    caches = describe_caches(next(iter(stored.programs.values())), manifest.caches)
     limit = int(manifest.model["max_model_len"])
     return {
         "path": str(files.root),
         "bytes": sum(entry.size for entry in manifest.files.values()),
         "model": manifest.model,
-        "programs": [_program(files, name, data) for name, data in programs.items()],
+        "programs": [_program(stored, name, data) for name, data in stored.programs.items()],
         "caches": caches,
         "cache_bytes_per_token": sum(c["bytes_per_token"] * len(c["layers"]) for c in caches),
         "cache_bytes_per_request": sum(_request_bytes(c, limit) for c in caches),
@@ -41,7 +42,7 @@ def describe_bundle(files: BundleFiles) -> dict[str, Any]:
     }
 
 
-def _program(files: BundleFiles, name: str, data: dict[str, Any]) -> dict[str, Any]:
+def _program(stored: Stored, name: str, data: dict[str, Any]) -> dict[str, Any]:
     layers: dict[str, list[int]] = {block: [] for block in data["blocks"]}
     calls: Counter[str] = Counter()
     for node in data["skeleton"]["nodes"]:
@@ -52,15 +53,10 @@ def _program(files: BundleFiles, name: str, data: dict[str, Any]) -> dict[str, A
             layers[node["target"]].append(int(node["layer"]))
     blocks = []
     for block, digest in data["blocks"].items():
-        nodes = files.json(block_file(digest))["nodes"]
+        nodes = stored.graphs[digest]["nodes"]
         entry = {"name": block, "hash": digest, "layers": layers[block], "calls": calls[block], "nodes": len(nodes)}
         blocks.append({**entry, "operations": operations(nodes)})
     return {"name": name, "blocks": blocks}
-
-
-def block_file(digest: str) -> str:
-    """Where the graph of a block is stored."""
-    return f"programs/blocks/{digest}.json"
 
 
 def operations(nodes: list[dict[str, Any]]) -> dict[str, int]:
@@ -158,4 +154,4 @@ def recipe_kind(recipe: Any) -> str:
     return f"{recipe['op']} of {inner}" if inner else str(recipe["op"])
 
 
-__all__ = ["block_file", "describe_bundle", "operations", "recipe_kind"]
+__all__ = ["describe_bundle", "operations", "recipe_kind"]

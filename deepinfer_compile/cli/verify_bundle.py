@@ -54,7 +54,10 @@ def verify(
 
 def _integrity(files: BundleFiles, full: bool, against: Path | None) -> dict[str, Any]:
     """What was checked. Mapping the weights proves every name, dtype and shape. Raises what that raises."""
+    from deepinfer_compile.runtime.stored import read_programs
+
     manifest = files.manifest
+    read_programs(files)
     given = against if manifest.weights.mode != "copy" else None
     mapped = manifest.weights.mode != "none" or given is not None
     if mapped:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 import deepinfer_compile.ops  # noqa: F401  (graphs name the dialect's operations)
 from deepinfer_compile.bundle import BundleFiles, Checkpoint, read_bundle, reload_into
-from deepinfer_compile.errors import BadOption, BadRequest, BundleCorrupt, ContextTooLong, WrongTarget
+from deepinfer_compile.errors import BadOption, BadRequest, BundleCorrupt, ContextTooLong, MissingWeight, WrongTarget
 from deepinfer_compile.runtime.executor import BundleExecutor, ProgramRunner, Runner
 from deepinfer_compile.runtime.interpret import GraphFunction
 from deepinfer_compile.runtime.llm import LLM
 from deepinfer_compile.runtime.native import load_kernels, processor_flags
+from deepinfer_compile.runtime.stored import Stored, block_file, read_programs
 from deepinfer_compile.runtime.text import TextCodec
 
 ISA_FLAGS = {
@@ -64,10 +65,11 @@ def load(
     if not 0 < memory_fraction <= 1:
         raise BadOption(name="memory_fraction", value=memory_fraction, reason="it is a share", fix="use 0 < x <= 1")
     files = read_bundle(Path(path), check)  # type: ignore[arg-type]
+    stored = read_programs(files)
     built = int(files.manifest.model["max_model_len"])
     if max_model_len is not None and not 0 < max_model_len <= built:
         raise ContextTooLong(request="load", needed=max_model_len, limit=built, built=built)
-    executor, weights = open_executor(files, target, native, Path(checkpoint) if checkpoint else None)
+    executor, weights = open_executor(files, target, native, Path(checkpoint) if checkpoint else None, stored)
     codec = _codec(files)
     eos = tuple(files.manifest.model.get("eos_token_ids", ()))
     llm = BundleLLM(
@@ -84,21 +86,27 @@ def load(
 
 
 def open_executor(
-    files: BundleFiles, target: str | None = None, native: bool = True, checkpoint: Path | None = None
+    files: BundleFiles,
+    target: str | None = None,
+    native: bool = True,
+    checkpoint: Path | None = None,
+    stored: Stored | None = None,
 ) -> tuple[BundleExecutor, dict[str, Tensor]]:
     """The executor of a checked bundle, and the tensors that it runs on by name."""
+    stored = stored or read_programs(files)
     variant = _variant(files, target, native)
     weights: Mapping[str, Tensor] = files.weights(checkpoint)
-    runners = _Runners(files, variant)
+    runners = _Runners(files, stored, variant)
     programs: dict[str, ProgramRunner] = {}
     held: dict[str, Tensor] = {}
-    for name, entry in files.manifest.programs.items():
-        data = files.json(entry["file"])
+    for name, data in stored.programs.items():
+        file = files.manifest.programs[name]["file"]
         for spec in data["weights"].values():
-            if spec["tensor"] not in held:
-                held[spec["tensor"]] = weights[spec["tensor"]]
+            if spec["tensor"] not in weights:
+                raise MissingWeight(tensor=spec["tensor"], where=file)
+            held.setdefault(spec["tensor"], weights[spec["tensor"]])
         bound = {block: runners.get(digest) for block, digest in data["blocks"].items()}
-        programs[name] = ProgramRunner(data, bound, held, entry["file"])
+        programs[name] = ProgramRunner(data, bound, held, file)
     model = files.manifest.model
     executor = BundleExecutor(
         programs,
@@ -181,8 +189,8 @@ def missing_flags(requires: Mapping[str, Any]) -> str:
 class _Runners:
     """Block runners by block hash, each made once."""
 
-    def __init__(self, files: BundleFiles, variant: dict[str, Any] | None) -> None:
-        self.files, self.variant = files, variant
+    def __init__(self, files: BundleFiles, stored: Stored, variant: dict[str, Any] | None) -> None:
+        self.files, self.stored, self.variant = files, stored, variant
         self.made: dict[str, Runner] = {}
         for library in variant["libraries"] if variant else ():
             load_kernels(files.path(library))
@@ -203,8 +211,7 @@ class _Runners:
         return run
 
     def _graph(self, digest: str) -> Runner:
-        file = f"programs/blocks/{digest}.json"
-        function = GraphFunction(self.files.json(file), file)
+        function = GraphFunction(self.stored.graphs[digest], block_file(digest))
 
         def run(values: list[Any]) -> tuple[Any, ...]:
             out = function(*values)
