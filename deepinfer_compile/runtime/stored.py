@@ -8,13 +8,15 @@ what `deepinfer-compile verify --against` is for.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
-from deepinfer_compile.bundle import BundleFiles
+from deepinfer_compile.bundle import LEDGER, BundleFiles
 from deepinfer_compile.bundle.safetensors_io import TORCH_DTYPES
 from deepinfer_compile.errors import BundleCorrupt
 from deepinfer_compile.runtime.interpret import decode, references, resolve
@@ -221,6 +223,8 @@ def read_programs(files: BundleFiles) -> Stored:
         program = files.json(entry["file"])
         with _blaming(entry["file"]):
             _check_program(program, entry["file"])
+            if program["name"] != name:
+                raise _refuse("the program", f"is {program['name'][:80]!r} and stands for {name!r}")
             if program["windows"] != manifest.model["windows"]:
                 raise _refuse("the program", f"has the windows {program['windows']}, the manifest has others")
         for digest in program["blocks"].values():
@@ -229,6 +233,8 @@ def read_programs(files: BundleFiles) -> Stored:
         with _blaming(entry["file"]):
             _check_calls(program, {b: _interface(stored.graphs[d]) for b, d in program["blocks"].items()})
         stored.programs[name] = program
+    if LEDGER in manifest.files:
+        files.ledger()
     return stored
 
 
@@ -245,6 +251,8 @@ def _read_graph(files: BundleFiles, digest: str) -> dict[str, Any]:
     file = block_file(digest)
     graph: dict[str, Any] = files.json(file)
     with _blaming(file):
+        if sha256(json.dumps(graph, sort_keys=True).encode()).hexdigest() != digest:
+            raise _refuse("the graph", "is not the one that its name is the hash of")
         _graph(graph, "the graph")
         _check_nodes(graph["nodes"], file, ("input", "call", "output"))
     return graph
