@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ import pytest
 from deepinfer_compile.bundle import BundleWriter, Manifest, read_bundle, reader, replace
 from deepinfer_compile.bundle.files import FileEntry
 from deepinfer_compile.errors import BundleCorrupt, NotABundle, OutputBusy, OutputExists, OutputFailed
+from tests.bundle.killing import count_calls, in_child, killed_after, killed_at
 from tests.bundle.support import tree_bytes, write_small
 
 
@@ -141,39 +142,6 @@ def test_failing_rename_leaves_the_old_bundle(small: Path, monkeypatch: pytest.M
 
 # -- kills ------------------------------------------------------------------------------------------------------------
 
-CALLS = ("fsync", "rename", "mkdir", "open", "write", "unlink", "rmdir", "close")
-
-
-def _in_child(work: Callable[[], None]) -> int:
-    """Run in a forked child; return its pid. The child never comes back."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    return pid
-
-
-def _die_at(call: int, two_renames: bool) -> None:
-    """In a child: count file system calls and be killed just before number `call`."""
-    count = 0
-
-    def counted(real: Callable) -> Callable:
-        def wrapper(*args: object, **kwargs: object) -> object:
-            nonlocal count
-            count += 1
-            if count == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        return wrapper
-
-    for name in CALLS:
-        setattr(os, name, counted(getattr(os, name)))
-    exchange = counted(replace.exchange)
-    replace.exchange = (lambda first, second: False) if two_renames else exchange
-
 
 def _check_after_kill(out: Path, seen: set[str]) -> None:
     seen.add(_label(out))
@@ -186,38 +154,15 @@ def _check_after_kill(out: Path, seen: set[str]) -> None:
 def test_BND_6_killed_at_every_step(tmp_path: Path, two_renames: bool) -> None:
     """Old or new after a kill before each of the save's file system calls (every fourth one, and the last 30)."""
     out = write_small(tmp_path / "b", "old")
-    calls = _count_calls(out, two_renames)
+    calls = count_calls(lambda: write_small(out, "old"), lambda: write_small(out, "new"), two_renames)
     assert calls > 60
     seen: set[str] = set()
     for point in sorted({*range(1, calls, 4), *range(calls - 30, calls + 1)}):
         shutil.rmtree(out)
         write_small(out, "old")
-
-        def save(point: int = point) -> None:
-            _die_at(point, two_renames)
-            write_small(out, "new")
-
-        _, status = os.waitpid(_in_child(save), 0)
-        assert os.WIFSIGNALED(status), point
+        assert killed_at(point, lambda: write_small(out, "new"), two_renames), point
         _check_after_kill(out, seen)
     assert seen == {"old", "new"}
-
-
-def _count_calls(out: Path, two_renames: bool) -> int:
-    """How many counted calls a save over a bundle makes: the first number that no longer kills it, found by halving."""
-    low, high = 1, 2000
-    while low < high:
-        middle = (low + high) // 2
-        write_small(out, "old")
-
-        def save(point: int = middle) -> None:
-            _die_at(point, two_renames)
-            write_small(out, "new")
-
-        _, status = os.waitpid(_in_child(save), 0)
-        low, high = (middle + 1, high) if os.WIFSIGNALED(status) else (low, middle)
-    write_small(out, "old")
-    return low - 1
 
 
 def test_BND_6_killed_at_random_times(tmp_path: Path) -> None:
@@ -228,10 +173,7 @@ def test_BND_6_killed_at_random_times(tmp_path: Path) -> None:
     chance = random.Random(0)
     for _ in range(10):
         write_small(out, "old")
-        child = _in_child(lambda: [write_small(out, "new") for _ in range(2)])
-        time.sleep(chance.random() * 1.5 * span)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        killed_after(chance.random() * 1.5 * span, lambda: [write_small(out, "new") for _ in range(2)])
         assert _label(out) in ("old", "new")
 
 
@@ -259,7 +201,7 @@ def test_BND_6_reader_during_saves(small: Path) -> None:
             write_small(small, f"w{index}")
             time.sleep(0.02)
 
-    child = _in_child(keep_saving)
+    child = in_child(keep_saving)
     labels = set()
     try:
         deadline = time.monotonic() + 2

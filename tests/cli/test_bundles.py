@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ import deepinfer_compile
 from deepinfer_compile.cli.facts import recipe_kind
 from deepinfer_compile.cli.stored_text import graph_lines
 from tests import models
+from tests.bundle.support import refit
 from tests.cli.conftest import Run, Toy, document, save
 
 
@@ -188,3 +190,20 @@ def test_recipes_in_words() -> None:
     assert recipe_kind({"op": "tied", "of": [copied, copied]}) == "tied of copy"
     stacked = {"op": "stack", "dim": 0, "of": [{"op": "cast", "to": "float32", "of": copied}]}
     assert recipe_kind(stacked) == "stack of cast of copy"
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect", "explain"])
+def test_a_bundle_whose_digests_fit_and_whose_programs_do_not(
+    cli: Run, plain: Toy, tmp_path: Path, command: str
+) -> None:
+    """Whoever made it made it well; the commands still end in words that name the file."""
+    root = tmp_path / "b"
+    shutil.copytree(plain.bundle, root)
+    program = json.loads((root / "programs" / "decode.json").read_text())
+    del program["skeleton"]["nodes"][-2]["args"]
+    (root / "programs" / "decode.json").write_text(json.dumps(program))
+    refit(root)
+    result = cli(command, root)
+    assert result.exit_code == 8
+    assert "programs/decode.json" in result.stderr
+    assert "lacks the key 'args'" in result.stderr
