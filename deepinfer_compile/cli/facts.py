@@ -30,7 +30,7 @@ def describe_bundle(files: BundleFiles) -> dict[str, Any]:
         "cache_bytes_per_token": sum(c["bytes_per_token"] * len(c["layers"]) for c in caches),
         "cache_bytes_per_request": sum(_request_bytes(c, limit) for c in caches),
         "variants": manifest.variants,
-        "kernels": _kernels(files, programs),
+        "kernels": _kernels(files, stored.programs),
         "passes": [
             {"program": k, **record} for k, records in manifest.build.get("passes", {}).items() for record in records
         ],
