@@ -31,7 +31,8 @@ counters: collections.Counter[str] = collections.Counter()
 """What the backend compiled in this process: `raised`, `left: <reason>`, `op: <name>` per dialect op compiled in."""
 executed: collections.Counter[str] = collections.Counter()
 """What compiled graphs ran in this process: `<name>` per dialect op, added at each call of a graph that holds it."""
-OPTIONS = ("raise", "pipeline", "kernels")
+DEFAULTS: dict[str, Any] = {"raise": True, "pipeline": None, "kernels": True}
+"""The backend's own options."""
 
 
 def deepinfer(
@@ -39,30 +40,40 @@ def deepinfer(
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph.
 
-    options: `raise` (default True) runs the passes, `pipeline` replaces them (a sequence of passes), `kernels` (default
-    True) uses our native kernels where the graph runs on the CPU; anything else goes to Inductor's configuration
-    through `torch.compile`'s own options and is an error here. Raises UnknownOption, BadOption.
+    mode: one of Inductor's. options: `raise` (default True) runs the passes, `pipeline` replaces them (a sequence of
+    passes), `kernels` (default True) uses our native kernels where the graph runs on the CPU; Inductor's own options
+    are passed on to it. Raises UnknownOption, BadOption.
     """
-    chosen = _options(options or {}, mode)
+    chosen, patches = _options(options or {}, mode)
     reason = "" if chosen["raise"] else "raise=False"
     reason = reason or _under_autograd(gm)
     if not reason:
         try:
-            return _inductor(*_raised(gm, chosen), example_inputs)
+            graph, ran = _raised(gm, chosen)
         except CompileError as err:
             reason = str(err).splitlines()[0]
+        else:
+            return _counted(_inductor(graph, example_inputs, patches), ran)
     counters[f"left: {reason}"] += 1
     log.info("left to Inductor: %s", reason)
-    return _inductor(gm, {}, example_inputs)
+    return _inductor(gm, example_inputs, patches)
 
 
-def _options(options: dict[str, Any], mode: str | None) -> dict[str, Any]:
-    for name in options:
-        if name not in OPTIONS:
-            raise UnknownOption(name=name, known=", ".join(OPTIONS))
-    if mode not in (None, "default"):
-        raise BadOption(name="mode", value=mode, reason="the backend has no modes", fix="leave it out")
-    return {"raise": True, "pipeline": None, "kernels": True, **options}
+def _options(options: dict[str, Any], mode: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our options, and Inductor's."""
+    import torch._inductor as inductor
+
+    known = inductor.list_options()
+    names = {name: name.replace("-", "_") for name in options if name not in DEFAULTS}
+    for name, theirs in names.items():
+        if theirs not in known:
+            raise UnknownOption(name=name, known=f"{', '.join(DEFAULTS)}, and those of torch._inductor.list_options()")
+    if mode is not None and mode not in inductor.list_mode_options():
+        fix = f"use one of {', '.join(inductor.list_mode_options())}"
+        raise BadOption(name="mode", value=mode, reason="Inductor has no such mode", fix=fix)
+    patches = dict(inductor.list_mode_options(mode)) if mode is not None else {}
+    patches.update({theirs: options[name] for name, theirs in names.items()})
+    return {**DEFAULTS, **{k: v for k, v in options.items() if k in DEFAULTS}}, patches
 
 
 def _under_autograd(gm: GraphModule) -> str:
@@ -72,12 +83,15 @@ def _under_autograd(gm: GraphModule) -> str:
     return ""
 
 
-def _inductor(gm: GraphModule, ran: dict[str, int], example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def _inductor(gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(gm, list(example_inputs))  # type: ignore[arg-type]
-    if not ran:
-        return compiled  # type: ignore[no-any-return]
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches or None)  # type: ignore[arg-type]
+    return compiled  # type: ignore[no-any-return]
+
+
+def _counted(compiled: Callable[..., Any], ran: dict[str, int]) -> Callable[..., Any]:
+    """The compiled graph, which adds to `executed` at each call."""
 
     def run(*args: Any) -> Any:
         executed.update(ran)
