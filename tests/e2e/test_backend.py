@@ -237,7 +237,7 @@ def test_options_and_modes() -> None:
             assert torch.allclose(torch.compile(model, backend=deepinfer, **how)(x), model(x), atol=1e-6)
         for how in ({"options": {"fusion": True}}, {"mode": "fastest"}):
             torch._dynamo.reset()
-            with pytest.raises(Exception, match="fusion|fastest"):
+            with pytest.raises(Exception, match=r"fusion|fastest"):
                 torch.compile(model, backend=deepinfer, **how)(x)
 
 
