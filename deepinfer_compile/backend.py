@@ -159,7 +159,8 @@ def _like(gm: GraphModule, source: GraphModule, holes: Sequence[Any]) -> GraphMo
     for new, old in zip((n for n in gm.graph.nodes if n.op == "placeholder"), holes, strict=True):
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
-        new.meta.update({k: v for k, v in old.meta.items() if k not in ("val", "tensor_meta")})
+        if "tensor_dict" in old.meta:  # says which inputs never move
+            new.meta["tensor_dict"] = old.meta["tensor_dict"]
     return gm
 
 

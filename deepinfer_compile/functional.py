@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from deepinfer_compile.errors import NotFunctional
+from deepinfer_compile.graph import Editor
 
 CONVERSIONS = frozenset(
     {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool"}
@@ -69,9 +70,8 @@ def functional(gm: GraphModule, values: Sequence[Any]) -> Functional:
             return pytree.tree_map_only(Tensor, from_fun, results)
 
     traced = make_fx(run, pre_dispatch=True, tracing_mode="symbolic")(*values)
-    constants = [n for n in traced.graph.nodes if n.op == "get_attr"]
-    if constants:
-        raise NotFunctional(reason=f"it holds the constant {constants[0].target}")
+    for node in [n for n in traced.graph.nodes if n.op == "get_attr"]:
+        _write_out(traced, node)
     if any(n.op == "call_function" and n.target is torch._C._set_grad_enabled for n in traced.graph.nodes):
         raise NotFunctional(reason="it switches autograd on or off")
     return Functional(traced, found["outputs"], found["written"], found["same"])
@@ -124,6 +124,15 @@ def _same(inputs: Sequence[Any], outputs: Sequence[Any], written: tuple[int, ...
         elif isinstance(out, Tensor) and _memory(out) in memory:
             raise NotFunctional(reason="it returns a view of an input that it writes to")
     return same
+
+
+def _write_out(gm: GraphModule, node: Node) -> None:
+    """Make a constant of one number a call that gives it: a graph must not hold tensors. Raises NotFunctional."""
+    held = getattr(gm, str(node.target), None)
+    if not isinstance(held, Tensor) or held.dim() or held.dtype.is_complex:
+        raise NotFunctional(reason=f"it holds the constant {node.target}")
+    edit = Editor(gm.graph, node)
+    edit.replace(node, edit.call(torch.ops.aten.scalar_tensor.default, held.item(), dtype=held.dtype))
 
 
 def _memory(t: Tensor) -> int:
