@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from deepinfer_compile import ops
 from deepinfer_compile.errors import BadOption, CompileError, NoCompiler, TargetUnavailable, UnknownOption
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.functional import Functional, functional, with_writes
+from deepinfer_compile.functional import Functional, functional, trace, with_writes
 from deepinfer_compile.inline import Inliner
 from deepinfer_compile.passbase import Pass
 from deepinfer_compile.pipeline import Pipeline
@@ -125,8 +124,8 @@ def _raised(gm: GraphModule, chosen: dict[str, Any]) -> tuple[GraphModule, dict[
     def run(*args: Any) -> Any:
         return Inliner(block, kernels).run(*(args[i] for i in read))
 
-    inlined = make_fx(with_writes(run, form), pre_dispatch=True, tracing_mode="symbolic")
-    return _like(inlined(*values), gm, holes), dict(found)
+    inlined = trace(with_writes(run, form), values)
+    return _like(inlined, gm, holes), dict(found)
 
 
 def _passes() -> tuple[Pass, ...]:
