@@ -8,6 +8,7 @@ Triton 3.6 cannot index with a scalar under NumPy 2.4 and newer.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Mapping
 from math import prod
@@ -33,7 +34,7 @@ from deepinfer_compile.runtime.launch import (
 assert os.environ.get("TRITON_INTERPRET") == "1", "the interpreter is chosen when triton is imported"
 
 GUARD = 64
-"""Elements of NaN before and after every result, which must stay."""
+"""Poisoned elements before and after every result, which must stay."""
 
 
 def _wide(handle: Any) -> Any:
@@ -111,12 +112,19 @@ def run(spec: AnySpec, params: Any, config: Any, arguments: Mapping[str, Any], f
         if 0 not in grid:
             getattr(module, launch.entry)[grid](*values_of(spec.name, launch, tensors))
     for name, (whole, inner) in guarded.items():
-        edges = (whole[:GUARD], whole[GUARD + inner.numel() :])
-        assert all(edge.isnan().all() for edge in edges), f"{name} was written outside"
+        edges = torch.cat([whole[:GUARD], whole[GUARD + inner.numel() :]])
+        same = edges.isnan() if whole.is_floating_point() else edges == poison(whole.dtype)
+        assert same.all(), f"{name} was written outside"
     return tuple(tensors[b.name] for b in plan.results)
+
+
+def poison(dtype: torch.dtype) -> float:
+    """What memory holds before a kernel writes it: no sensible number and no valid index."""
+    return math.nan if dtype.is_floating_point else torch.iinfo(dtype).min // 2 + 12345
 
 
 def _poisoned(buffer: Buffer, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     shape = [evaluate(e, tensors) for e in buffer.shape]
-    whole = torch.full((prod(shape) + 2 * GUARD,), torch.nan, dtype=getattr(torch, buffer.dtype))
+    dtype = getattr(torch, buffer.dtype)
+    whole = torch.full((prod(shape) + 2 * GUARD,), poison(dtype), dtype=dtype)
     return whole, whole[GUARD : GUARD + prod(shape)].view(shape)
