@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -135,9 +135,11 @@ def _two(number: int) -> int:
 
 
 def _fits(params: Params, limits: Limits, block_m: int, tile: Tile, lines: int) -> bool:
-    """Whether a program can hold its sums in registers and its operands in flight on chip. lines: of weights a column."""
+    """Whether sums fit in registers and operands in flight on chip. lines: of weights for each column."""
     held = block_m * tile.n * lines
-    flying = tile.stages * (block_m + tile.n * lines) * tile.k * params.dtype.itemsize
+    # small blocks are multiplied out of registers, so the tile in work needs no room of its own
+    buffers = tile.stages if block_m >= 64 else max(1, tile.stages - 1)
+    flying = buffers * (block_m + tile.n * lines) * tile.k * params.dtype.itemsize
     # the sums pass through shared memory once, on their way out
     on_chip = max(flying, held * torch.float32.itemsize) <= limits.shared_bytes
     return on_chip and held <= ACCUMULATORS * 32 * tile.warps and tile.warps <= limits.max_warps
