@@ -8,7 +8,6 @@ Triton 3.6 cannot index with a scalar under NumPy 2.4 and newer.
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 from collections.abc import Mapping
 from math import prod
@@ -34,7 +33,9 @@ from deepinfer_compile.runtime.launch import (
 assert os.environ.get("TRITON_INTERPRET") == "1", "the interpreter is chosen when triton is imported"
 
 GUARD = 64
-"""Poisoned elements before and after every result, which must stay."""
+"""Elements of NaN before and after every result, which must stay."""
+POISON = -(1 << 31)
+"""What stands for NaN among whole numbers."""
 
 
 def _wide(handle: Any) -> Any:
@@ -106,7 +107,7 @@ def run(spec: AnySpec, params: Any, config: Any, arguments: Mapping[str, Any], f
 
 
 def run_all(spec: AnySpec, params: Any, config: Any, arguments: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
-    """Results and scratch memory of a kernel by name, `poison` where nothing was written."""
+    """Results and scratch memory of a kernel by name, poisoned where nothing was written."""
     module = load(render_kernel(spec, params, config, "triton"), folder)
     plan = plan_from_json(plan_to_json(spec.plan(params, config)), "test")
     tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor)}
@@ -118,19 +119,14 @@ def run_all(spec: AnySpec, params: Any, config: Any, arguments: Mapping[str, Any
         if 0 not in grid:
             getattr(module, launch.entry)[grid](*values_of(spec.name, launch, tensors))
     for name, (whole, inner) in guarded.items():
-        edges = torch.cat([whole[:GUARD], whole[GUARD + inner.numel() :]])
-        same = edges.isnan() if whole.is_floating_point() else edges == poison(whole.dtype)
-        assert same.all(), f"{name} was written outside"
+        edges = torch.cat((whole[:GUARD], whole[GUARD + inner.numel() :]))
+        kept = edges.isnan() if edges.is_floating_point() else edges == POISON
+        assert kept.all(), f"{name} was written outside"
     return {name: inner for name, (_, inner) in guarded.items()}
-
-
-def poison(dtype: torch.dtype) -> float:
-    """What memory holds before a kernel writes it: no sensible number and no valid index."""
-    return math.nan if dtype.is_floating_point else torch.iinfo(dtype).min // 2 + 12345
 
 
 def _poisoned(buffer: Buffer, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     shape = [evaluate(e, tensors) for e in buffer.shape]
     dtype = getattr(torch, buffer.dtype)
-    whole = torch.full((prod(shape) + 2 * GUARD,), poison(dtype), dtype=dtype)
+    whole = torch.full((prod(shape) + 2 * GUARD,), torch.nan if dtype.is_floating_point else POISON, dtype=dtype)
     return whole, whole[GUARD : GUARD + prod(shape)].view(shape)

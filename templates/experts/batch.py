@@ -71,7 +71,7 @@ def _case(name: str, new: tuple[int, ...], lengths: tuple[int, ...], **changes: 
 LARGE: dict[str, Any] = {"hidden": 7168, "width": 2048, "experts": 256, "top_k": 8}
 TURNED: dict[str, Any] = {"interleaved": True, "transposed": True, "up_bias": True, "down_bias": True}
 CASES = (
-    _case("one", (1,), (1,), hidden=1, width=1, experts=1, top_k=1, dtype=F32, align=1),
+    _case("one", (3,), (3,), hidden=1, width=1, experts=1, top_k=1, dtype=F32, align=1),
     _case("odd", (4, 3), (9, 3), hidden=33, width=19, experts=5, top_k=3, dtype=F32, act="gelu", up_bias=True, align=1),
     _case("even", (9,), (9,)),
     _case("turned", (2, 5), (40, 5), hidden=40, width=24, act="swiglu_oai", alpha=1.702, limit=0.5, **TURNED, align=8),
@@ -90,7 +90,7 @@ CASES = (
     ),
     _case("crowded", (150,), (150,), experts=3, act="swiglu_clamp", limit=0.5, hidden=48, width=80),
     _case("padding", (3, 2, 1), (3, 0, 70), experts=6, top_k=4, dtype=F32, hidden=36, width=20, align=4),
-    _case("many", (3, 2), (3, 2), experts=70, top_k=6, hidden=16, width=16),
+    _case("many", (1,), (1,), experts=70, top_k=6, hidden=16, width=16),
     _case("typical", (1,) * 64, (4096,) * 64, **LARGE),
     _case("largest", (1024,) * 4, (4096,) * 4, **LARGE),
 )
