@@ -102,6 +102,12 @@ def load(text: str, folder: Path) -> Any:
 
 def run(spec: AnySpec, params: Any, config: Any, arguments: Mapping[str, Any], folder: Path) -> tuple[Tensor, ...]:
     """The results of a kernel, flat as its plan gives them. Operands may be written."""
+    made = run_all(spec, params, config, arguments, folder)
+    return tuple(made[b.name] for b in spec.plan(params, config).results)
+
+
+def run_all(spec: AnySpec, params: Any, config: Any, arguments: Mapping[str, Any], folder: Path) -> dict[str, Tensor]:
+    """Results and scratch memory of a kernel by name, poisoned where nothing was written."""
     module = load(render_kernel(spec, params, config, "triton"), folder)
     plan = plan_from_json(plan_to_json(spec.plan(params, config)), "test")
     tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor)}
@@ -116,7 +122,7 @@ def run(spec: AnySpec, params: Any, config: Any, arguments: Mapping[str, Any], f
         edges = torch.cat((whole[:GUARD], whole[GUARD + inner.numel() :]))
         kept = edges.isnan() if edges.is_floating_point() else edges == POISON
         assert kept.all(), f"{name} was written outside"
-    return tuple(tensors[b.name] for b in plan.results)
+    return {name: inner for name, (_, inner) in guarded.items()}
 
 
 def _poisoned(buffer: Buffer, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
