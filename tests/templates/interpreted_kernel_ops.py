@@ -1,0 +1,84 @@
+"""Kernels as torch operators, their launches interpreted: what the backend puts into a graph for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import tests.triton_interpreter  # noqa: F401  (mends the interpreter)
+from deepinfer_compile import kernel_ops, ops
+from deepinfer_compile.kernels import Limits
+
+LIMITS = Limits(("float32", "bfloat16"), "cuda", shared_bytes=227 * 1024, cores=132, max_warps=32)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def latent(mask: Tensor | None) -> tuple[Any, ...]:
+    q = randn(3, 4, 1, 12), randn(3, 4, 1, 8)
+    return (*q, randn(3, 70, 24), randn(3, 70, 8), randn(4, 12, 24), randn(4, 24, 20), 0.2, mask)
+
+
+def experts(ids: Sequence[int]) -> tuple[Any, ...]:
+    chosen = torch.tensor(ids).view(-1, 2)
+    weights = randn(len(chosen), 2).abs()
+    return (randn(len(chosen), 24), chosen, weights, randn(5, 40, 24), randn(5, 24, 20), None, None, "silu", 0.0, 0.0)
+
+
+CALLS = {
+    "latent": (ops.LATENT_ATTENTION, latent(None)),
+    "mask": (ops.LATENT_ATTENTION, latent(torch.arange(70).ge(9).view(1, 1, 1, 70))),
+    "experts": (ops.EXPERTS, (*experts([0, 3, 4, 1, 2, 3]), False, False)),
+    "route": (ops.ROUTE, (randn(6, 16), None, "softmax", 4, 1, 1, "none", True, 0.0, 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_equals_the_reference_and_is_counted(name: str) -> None:
+    op, args = CALLS[name]
+    rendered = kernel_ops.Rendered(LIMITS)
+    made = rendered.call(op, args, {})
+    want = op.reference(*args)
+    assert rendered.used == {op.name: 1}
+    assert not rendered.left
+    for got, wanted in zip(made if isinstance(made, tuple) else (made,), want if isinstance(want, tuple) else (want,)):
+        assert got.shape == wanted.shape
+        assert got.dtype == wanted.dtype
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=2e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_trace_holds_one_operator(name: str) -> None:
+    op, args = CALLS[name]
+    rendered = kernel_ops.Rendered(LIMITS)
+    tensors = [a for a in args if isinstance(a, Tensor)]
+
+    def call(*given: Tensor) -> Any:
+        rest = iter(given)
+        return rendered.call(op, [next(rest) if isinstance(a, Tensor) else a for a in args], {})
+
+    traced = make_fx(call, tracing_mode="fake", pre_dispatch=True)(*tensors)
+    targets = [str(n.target) for n in traced.graph.nodes if kernel_ops.NAMESPACE in str(n.target)]
+    assert len(targets) == 1
+    assert targets[0].startswith(f"{kernel_ops.NAMESPACE}.{op.name}_")
+
+
+def test_what_has_no_kernel_is_left_with_the_reason() -> None:
+    rendered = kernel_ops.Rendered(LIMITS)
+    args = tuple(a.double() if isinstance(a, Tensor) else a for a in latent(None))
+    assert rendered.call(ops.LATENT_ATTENTION, args, {}) is None
+    assert rendered.call(ops.LATENT_ATTENTION, latent(torch.ones(1, 4, 1, 70, dtype=torch.bool)), {}) is None
+    assert not rendered.used
+    assert sorted(rendered.left) == [
+        "latent_attention: a mask a head",
+        "latent_attention: operands of torch.float64 and other types",
+    ]
+    assert rendered.call(ops.RMS_NORM, (randn(2, 8), None, 1e-6, 0.0, True), {}) is None
+    assert len(rendered.left) == 2
