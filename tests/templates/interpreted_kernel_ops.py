@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,18 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import tests.triton_interpreter  # noqa: F401  (mends the interpreter)
 from deepinfer_compile import kernel_ops, ops
 from deepinfer_compile.kernels import Limits
+from tests.triton_interpreter import load
 
 LIMITS = Limits(("float32", "bfloat16"), "cuda", shared_bytes=227 * 1024, cores=132, max_warps=32)
+
+
+@pytest.fixture(autouse=True)
+def interpreted_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources as the interpreter takes them, in operators of this test alone."""
+    monkeypatch.setattr(kernel_ops, "_load", lambda text: load(text, tmp_path))
+    monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: kernel)  # older versions refuse interpreted ones
 
 
 def randn(*shape: int) -> Tensor:
