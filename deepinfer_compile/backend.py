@@ -10,20 +10,21 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch import SymFloat, Tensor, nn
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from deepinfer_compile import ops
-from deepinfer_compile.errors import BadOption, CompileError, NoCompiler, TargetUnavailable, UnknownOption
+from deepinfer_compile.errors import BadOption, CompileError, NoCompiler, PassFailed, TargetUnavailable, UnknownOption
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.functional import Functional, functional, with_writes
+from deepinfer_compile.functional import Functional, functional, given, with_writes
 from deepinfer_compile.inline import Inliner
 from deepinfer_compile.passbase import Pass
-from deepinfer_compile.pipeline import Pipeline
+from deepinfer_compile.pipeline import Pipeline, Record
 from deepinfer_compile.program import Program
 
 log = logging.getLogger("deepinfer_compile.backend")
@@ -34,10 +35,26 @@ executed: collections.Counter[str] = collections.Counter()
 OPTIONS = ("raise", "pipeline", "kernels")
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A graph for Inductor. ran: the dialect ops compiled into it. left: why it is Dynamo's graph itself, or nothing."""
+
+    gm: GraphModule
+    ran: dict[str, int] = field(default_factory=dict)
+    records: tuple[Record, ...] = ()
+    left: str = ""
+
+
 def deepinfer(
     gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph.
+    """Compile one Dynamo graph. The options are those of `prepare`. Raises UnknownOption, BadOption."""
+    prepared = prepare(gm, mode=mode, options=options)
+    return _inductor(prepared.gm, prepared.ran, example_inputs)
+
+
+def prepare(gm: GraphModule, *, mode: str | None = None, options: dict[str, Any] | None = None) -> Prepared:
+    """What Inductor is to compile in place of a Dynamo graph: inputs, outputs and side effects are the same.
 
     options: `raise` (default True) runs the passes, `pipeline` replaces them (a sequence of passes), `kernels` (default
     True) uses our native kernels where the graph runs on the CPU; anything else goes to Inductor's configuration
@@ -48,12 +65,12 @@ def deepinfer(
     reason = reason or _under_autograd(gm)
     if not reason:
         try:
-            return _inductor(*_raised(gm, chosen), example_inputs)
+            return _raised(gm, chosen)
         except CompileError as err:
             reason = str(err).splitlines()[0]
     counters[f"left: {reason}"] += 1
     log.info("left to Inductor: %s", reason)
-    return _inductor(gm, {}, example_inputs)
+    return Prepared(gm, left=reason)
 
 
 def _options(options: dict[str, Any], mode: str | None) -> dict[str, Any]:
@@ -86,23 +103,19 @@ def _inductor(gm: GraphModule, ran: dict[str, int], example_inputs: Sequence[Any
     return run
 
 
-def _raised(gm: GraphModule, chosen: dict[str, Any]) -> tuple[GraphModule, dict[str, int]]:
-    """The graph in ATen again, after the passes, and its dialect ops. Raises CompileError where they do not apply."""
+def _raised(gm: GraphModule, chosen: dict[str, Any]) -> Prepared:
+    """The graph in ATen again, after the passes. Raises CompileError where they do not apply."""
     holes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    # the placeholders' own fake values: example inputs hold real tensors, which would get symbols of their own
-    values = [n.meta["example_value"] for n in holes]
+    values = [given(n) for n in holes]
     form = functional(gm, values)
-    for node, held in zip((n for n in form.gm.graph.nodes if n.op == "placeholder"), values, strict=True):
+    for node, held in zip((n for n in form.gm.graph.nodes if n.op == "placeholder"), values):
         if isinstance(held, nn.Parameter):
             node.meta["weight"] = node.name
     passes = chosen["pipeline"] if chosen["pipeline"] is not None else _passes()
     program, records = Pipeline(tuple(passes), given=frozenset({Fact.SHAPES, Fact.FUNCTIONAL})).run(_as_program(form))
-    counters["raised"] += 1
     for record in records:
         log.info("%s: %d applied, %d missed", record.name, record.count("applied"), record.count("missed"))
     (block,) = program.blocks.values()
-    found = collections.Counter(op.name for n in block.graph.nodes if (op := ops.find(n.target)) is not None)
-    counters.update({f"op: {name}": count for name, count in found.items()})
     kernels = _kernels(values) if chosen["kernels"] else {}
     (call,) = program.calls()
     order = [n.name for n in form.gm.graph.nodes if n.op == "placeholder"]
@@ -111,8 +124,17 @@ def _raised(gm: GraphModule, chosen: dict[str, Any]) -> tuple[GraphModule, dict[
     def run(*args: Any) -> Any:
         return Inliner(block, kernels).run(*(args[i] for i in read))
 
-    inlined = make_fx(with_writes(run, form), pre_dispatch=True, tracing_mode="symbolic")
-    return _like(inlined(*values), gm, holes), dict(found)
+    try:
+        inlined = make_fx(with_writes(run, form), pre_dispatch=True, tracing_mode="symbolic")(*values)
+    except CompileError:
+        raise
+    except Exception as err:  # as a pass, this may fail in any way; the graph is then left, with the reason
+        words = f"{type(err).__name__}: {(str(err).splitlines() or [''])[0]}"
+        raise PassFailed(name="inline", graph="backend", reason=words, reproducer="") from err
+    found = collections.Counter(op.name for n in block.graph.nodes if (op := ops.find(n.target)) is not None)
+    counters["raised"] += 1
+    counters.update({f"op: {name}": count for name, count in found.items()})
+    return Prepared(_like(inlined, gm, holes), dict(found), tuple(records))
 
 
 def _passes() -> tuple[Pass, ...]:
@@ -142,11 +164,22 @@ def _like(gm: GraphModule, source: GraphModule, holes: Sequence[Any]) -> GraphMo
         if hasattr(source, name):
             setattr(gm, name, getattr(source, name))
     gm.meta.update(source.meta)
-    for new, old in zip((n for n in gm.graph.nodes if n.op == "placeholder"), holes, strict=True):
+    for new, old in zip([n for n in gm.graph.nodes if n.op == "placeholder"], holes, strict=True):
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
         new.meta.update({k: v for k, v in old.meta.items() if k not in ("val", "tensor_meta")})
+        if isinstance(new.meta["val"], SymFloat) and isinstance(old.meta["example_value"], Tensor):
+            _take_item(new)
+    gm.recompile()
     return gm
+
+
+def _take_item(hole: Node) -> None:
+    """A Python float arrives as a tensor; behind it the graph reads the number."""
+    with hole.graph.inserting_after(hole):
+        item = hole.graph.call_method("item", (hole,))
+    item.meta["val"] = hole.meta.pop("val")
+    hole.replace_all_uses_with(item, delete_user_cb=lambda user: user is not item)
 
 
 def _as_program(form: Functional) -> Program:

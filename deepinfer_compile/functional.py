@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymFloat, SymInt, Tensor
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.source import DictGetItemSource, GetItemSource, LocalSource
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch._aot_autograd.functional_utils import (
     from_fun,
     has_data_mutation,
@@ -25,33 +28,59 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from deepinfer_compile.errors import NotFunctional
+from deepinfer_compile.errors import CompileError, NotFunctional
+from deepinfer_compile.match import equal_size, same_sizes
 
 CONVERSIONS = frozenset(
     {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool"}
     | {"cpu", "cuda", "contiguous"}
 )
 """Tensor methods that may return their tensor itself."""
+GRAD_SWITCH = "_set_grad_enabled"
+SWITCHES = frozenset(
+    {GRAD_SWITCH, "_enter_autocast", "_enter_inference_mode"} | {"_vmap_increment_nesting", "_grad_increment_nesting"}
+)
+"""Calls in Dynamo's graphs that change how the calls behind them run. A trace that failed midway would leave it so."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """How an output lies in memory: in that of `home`, the first such of (inputs..., outputs...), or is `home` itself.
+
+    like: its shape, strides and offset in that memory, as Dynamo saw them; a functional trace has others after a write.
+    """
+
+    home: int
+    itself: bool
+    like: Tensor
 
 
 @dataclass(frozen=True)
 class Functional:
-    """gm returns (outputs..., new values of the inputs in `written`...); `same[i]` is the input that output i is."""
+    """gm takes (inputs..., constants...) and returns (outputs..., new values of the inputs in `written`...).
+
+    outputs: None for what is no tensor. constants: tensors that the graph made of Python numbers.
+    """
 
     gm: GraphModule
-    outputs: int
+    outputs: tuple[Output | None, ...]
     written: tuple[int, ...]
-    same: dict[int, int]
+    constants: tuple[Tensor, ...]
 
 
 def functional(gm: GraphModule, values: Sequence[Any]) -> Functional:
     """Trace a graph whose output is a flat tuple. values: its placeholders' fake tensors, symbols and constants.
 
-    Raises NotFunctional for aliasing that a functional graph cannot express, and whatever the trace raises.
+    Raises NotFunctional for what a functional graph cannot express, and for what torch cannot trace.
     """
     _refuse_aliases(values)
+    _refuse_modes(gm, values)
     found: dict[str, Any] = {}
+    (returned,) = next(n for n in reversed(gm.graph.nodes) if n.op == "output").args
+    seen = [n.meta.get("example_value") if isinstance(n, Node) else n for n in returned]  # type: ignore[union-attr]
 
     def run(*args: Any) -> Any:
         mode = FunctionalTensorMode(pre_dispatch=True, export=True)
@@ -63,18 +92,46 @@ def functional(gm: GraphModule, values: Sequence[Any]) -> Functional:
                 if isinstance(t, FunctionalTensor):
                     sync_functional_tensor(t)
             found["written"] = tuple(i for i, t in enumerate(inputs) if _written(t, args[i]))
-            found["same"] = _same(inputs, outputs, found["written"])
-            found["outputs"] = len(outputs)
+            found["outputs"] = tuple(_output(t, like, inputs, [*values, *seen]) for t, like in zip(outputs, seen, strict=True))
             results = [*outputs, *(inputs[i] for i in found["written"])]
             return pytree.tree_map_only(Tensor, from_fun, results)
 
-    traced = make_fx(run, pre_dispatch=True, tracing_mode="symbolic")(*values)
-    constants = [n for n in traced.graph.nodes if n.op == "get_attr"]
-    if constants:
-        raise NotFunctional(reason=f"it holds the constant {constants[0].target}")
-    if any(n.op == "call_function" and n.target is torch._C._set_grad_enabled for n in traced.graph.nodes):
-        raise NotFunctional(reason="it switches autograd on or off")
-    return Functional(traced, found["outputs"], found["written"], found["same"])
+    try:
+        traced = make_fx(run, pre_dispatch=True, tracing_mode="symbolic")(*values)
+    except CompileError:
+        raise
+    except Exception as err:  # torch's tracer may fail in any way; the caller must learn that it did, and go on
+        words = f"{type(err).__name__}: {(str(err).splitlines() or [''])[0]}"
+        raise NotFunctional(reason=f"torch cannot trace it: {words}") from err
+    for node in traced.graph.nodes:
+        if "as_strided" in str(node.target):
+            raise NotFunctional(reason="as_strided reads memory whose layout a functional graph does not keep")
+    return Functional(traced, found["outputs"], found["written"], _lift_constants(traced))
+
+
+def given(hole: Node) -> Any:
+    """What a placeholder of a Dynamo graph is traced with: its own fake value (example inputs hold real tensors, which
+    would get symbols of their own), or the number where it is a tensor made of a Python float.
+
+    Floats that are no arguments (a module's, a function's defaults) are written into the graph, which Dynamo traces
+    again for that: a rewrite reads them, and they do not change from call to call.
+    Raises TensorifyScalarRestartAnalysis then, which is Dynamo's to catch.
+    """
+    held = hole.meta["example_value"]
+    number = getattr(held, "item_memo", None)
+    if not isinstance(number, SymFloat) or not all(u.op == "call_method" and u.target == "item" for u in hole.users):
+        return held
+    if not _is_argument(getattr(hole, "_dynamo_source", None)):
+        TensorifyState.specialize(str(number.node._expr))
+        raise TensorifyScalarRestartAnalysis
+    return number
+
+
+def _is_argument(source: Any) -> bool:
+    """Whether a value is an argument of the compiled function, or an element of one."""
+    while isinstance(source, (GetItemSource, DictGetItemSource)):
+        source = source.base
+    return isinstance(source, LocalSource) and source.is_input
 
 
 class _Runner(Interpreter):
@@ -92,17 +149,88 @@ class _Runner(Interpreter):
         finally:
             self.mode.export = True
 
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # where nothing requires a gradient, recording or not is the same
+        skipped = getattr(target, "__name__", "") == GRAD_SWITCH
+        return None if skipped else super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # dynamo hands over a Python float as the item of a tensor, for which the number itself was given
+        return args[0] if target == "item" and isinstance(args[0], SymFloat) else super().call_method(target, args, kwargs)
+
 
 def with_writes(run: Callable[..., Sequence[Any]], form: Functional) -> Callable[..., tuple[Any, ...]]:
-    """The function with its in-place effects: `run` gives what `form.gm` gives, and writes are copied back."""
+    """The function of the inputs with its in-place effects: `run` gives what `form.gm` gives, and writes are copied
+    back. Outputs share memory, and lie in it, as in the graph that was traced: a rewrite knows nothing of that.
+    """
 
     def whole(*args: Any) -> tuple[Any, ...]:
-        results = list(run(*args))
-        for i, new in zip(form.written, results[form.outputs :], strict=True):
+        found = list(run(*args, *(torch.ops.aten.lift_fresh_copy.default(c) for c in form.constants)))
+        owner = {_memory(a): i for i, a in enumerate(args) if isinstance(a, Tensor)}
+        # what is written may be another input, which is written too
+        news = [r.clone() if _memory(r) in owner else r for r in found[len(form.outputs) :]]
+        results = [_settled(r, out, args, owner, form.written) for r, out in zip(found, form.outputs)]
+        for i, new in zip(form.written, news, strict=True):
             args[i].copy_(new)
-        return tuple(args[form.same[i]] if i in form.same else r for i, r in enumerate(results[: form.outputs]))
+        for at, out in enumerate(form.outputs):
+            if out is not None and out.home in form.written and not out.itself:
+                results[at] = _view_like(args[out.home], out.like, args)
+        return tuple(results)
 
     return whole
+
+
+def _settled(
+    result: Any, out: Output | None, args: Sequence[Any], owner: dict[int, int], written: tuple[int, ...]
+) -> Any:
+    """An output in memory of its own where it is new, and in its strides. owner: whose each piece of memory is."""
+    if out is None or out.home in written:
+        return args[out.home] if out is not None and out.itself else result
+    if out.itself:
+        return args[out.home]
+    if out.home < len(args):
+        if owner.get(_memory(result)) != out.home or not _lies_as(result, out):
+            raise NotFunctional(reason="a rewrite made a view of an input something else")
+        # a view of a whole input is not the input itself: its shape may be changed without the input's
+        return torch.ops.aten.alias.default(result)
+    if owner.setdefault(_memory(result), out.home) == out.home and _lies_as(result, out):
+        return result
+    settled = _in_order(result, out)
+    owner[_memory(settled)] = out.home
+    return settled
+
+
+def _view_like(base: Tensor, like: Tensor, args: Sequence[Any]) -> Tensor:
+    """The view of `base`, an input that was written to, that another tensor is of what Dynamo saw in its place."""
+    held = [a for a in args if isinstance(a, SymInt)] + [d for a in args if isinstance(a, Tensor) for d in a.shape]
+    known = {d.node.expr: d for d in held if isinstance(d, SymInt) and d.node.expr.is_symbol}
+
+    def formed(size: int | SymInt) -> Any:
+        # sizes of another trace have no place in this one, their symbols do
+        return sympy_interp(PythonReferenceAnalysis, known, size.node.expr) if isinstance(size, SymInt) else size
+
+    where = [formed(d) for d in like.shape], [formed(d) for d in like.stride()], formed(like.storage_offset())
+    return torch.as_strided(base, *where)
+
+
+def _lies_as(t: Tensor, out: Output) -> bool:
+    """Whether the strides that matter are those of an output: that of a dimension of size 1 is never used."""
+    held = zip(t.shape, t.stride(), out.like.stride(), strict=True)
+    return all((isinstance(size, int) and size == 1) or equal_size(x, y) for size, x, y in held)
+
+
+def _in_order(result: Tensor, out: Output) -> Tensor:
+    """A copy whose dimensions lie in memory in the order of those of `out`, without gaps."""
+    steps = [s.node.hint if isinstance(s, SymInt) else s for s in out.like.stride()]
+    order = sorted(range(result.dim()), key=lambda d: (-steps[d], d))
+    if order == sorted(order):
+        copy = result.clone(memory_format=torch.contiguous_format)
+    else:
+        turned = result.permute(order).clone(memory_format=torch.contiguous_format)
+        copy = turned.permute([order.index(d) for d in range(result.dim())])
+    if not _lies_as(copy, out):
+        raise NotFunctional(reason="a rewrite changed how an output with gaps lies in memory")
+    return copy
 
 
 def _written(t: Any, before: Any) -> bool:
@@ -110,24 +238,57 @@ def _written(t: Any, before: Any) -> bool:
         return False
     if has_metadata_mutation(t, before, check_only_storage_mutation=False):
         raise NotFunctional(reason="it changes the shape or storage of an input in place")
+    if has_data_mutation(t) and any(step == 0 and size != 1 for step, size in zip(before.stride(), before.shape)):
+        raise NotFunctional(reason="it writes to an input whose elements share memory")
     return has_data_mutation(t)
 
 
-def _same(inputs: Sequence[Any], outputs: Sequence[Any], written: tuple[int, ...]) -> dict[int, int]:
-    """Outputs that are an input themselves. Raises NotFunctional where an output is another view of a written input."""
-    where = {id(t): i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
-    memory = {_memory(inputs[i]) for i in written}
-    same = {}
-    for at, out in enumerate(outputs):
-        if id(out) in where:
-            same[at] = where[id(out)]
-        elif isinstance(out, Tensor) and _memory(out) in memory:
-            raise NotFunctional(reason="it returns a view of an input that it writes to")
-    return same
+def _output(t: Any, like: Any, inputs: Sequence[Any], seen: Sequence[Any]) -> Output | None:
+    """Where an output lies. like: it as Dynamo saw it. seen: all inputs and outputs as Dynamo saw them."""
+    if not isinstance(t, Tensor):
+        return None
+    if not isinstance(like, Tensor) or like.dtype != t.dtype or not same_sizes(like.shape, t.shape):
+        raise NotFunctional(reason="what Dynamo recorded of an output is not what it is")
+    home = next(i for i, other in enumerate(seen) if isinstance(other, Tensor) and _memory(other) == _memory(like))
+    itself = home < len(inputs) and inputs[home] is t
+    if home < len(inputs) and inputs[home].dtype != t.dtype:
+        raise NotFunctional(reason="it returns a view of an input in another dtype")
+    return Output(home, itself, like)
 
 
 def _memory(t: Tensor) -> int:
     return int(t.untyped_storage()._cdata)
+
+
+def _lift_constants(gm: GraphModule) -> tuple[Tensor, ...]:
+    """Make every tensor that the graph holds an input behind the others. Raises NotFunctional for graphs in it."""
+    lifted: dict[str, tuple[Node, Tensor]] = {}
+    last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1:]
+    for node in [n for n in gm.graph.nodes if n.op == "get_attr"]:
+        held = getattr(gm, str(node.target))
+        if not isinstance(held, Tensor):
+            raise NotFunctional(reason=f"it holds a {type(held).__name__}, as a branch or a loop of its own does")
+        if node.target not in lifted:
+            place = gm.graph.inserting_after(last[0]) if last else gm.graph.inserting_before()
+            with place:
+                last = [gm.graph.placeholder(str(node.target).strip("_"))]
+            last[0].meta = dict(node.meta)
+            lifted[str(node.target)] = last[0], held
+        node.replace_all_uses_with(lifted[str(node.target)][0])
+        gm.graph.erase_node(node)
+    gm.recompile()
+    return tuple(held for _, held in lifted.values())
+
+
+def _refuse_modes(gm: GraphModule, values: Sequence[Any]) -> None:
+    """A trace before dispatch shows neither the casts of autocast nor what autograd records."""
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    if any(torch.is_autocast_enabled(kind) for kind in {"cpu", *(t.device.type for t in tensors)}):
+        raise NotFunctional(reason="autocast is on")
+    called = {getattr(n.target, "__name__", "") for n in gm.graph.nodes if n.op == "call_function"}
+    harmless = set() if any(t.requires_grad for t in tensors) else {GRAD_SWITCH}
+    for name in sorted((called & SWITCHES) - harmless):
+        raise NotFunctional(reason=f"it calls {name} midway")
 
 
 def _refuse_aliases(values: Sequence[Any]) -> None:

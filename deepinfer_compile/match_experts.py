@@ -28,6 +28,7 @@ from deepinfer_compile.match_moe import (
     id_candidates,
     operand,
     operands,
+    seeds_for,
 )
 
 ZEROS = (A.zeros_like.default, A.zeros.default, A.new_zeros.default)
@@ -334,14 +335,18 @@ def _whole_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
 def order_of(factors: Sequence[Node], ids: Node, weights: Node) -> list[int] | None:
     """Which expert each factor is the weight of; None if they are not the weights of experts 0..n-1."""
     count = len(factors)
-    try:
-        probe, drawn, share = given_choice(ids, weights, count, 8 + 8 * count, 0)
-        dense = dense_weights(drawn, share, count).reshape(-1, count)
-        columns = [probe.value(f).reshape(-1).to(dense.dtype) for f in factors]
-    except NearMiss:
-        return None
     if any(crosses_tokens(f, (ids, weights)) for f in factors):
         return None
+    shown: list[Tensor] = []
+    wanted: list[list[Tensor]] = []
+    try:
+        for seed in seeds_for(ids, count, PROBE_TOKENS):
+            probe, drawn, share = given_choice(ids, weights, count, PROBE_TOKENS, seed)
+            shown.append(dense_weights(drawn, share, count).reshape(-1, count))
+            wanted.append([probe.value(f).reshape(-1).to(share.dtype) for f in factors])
+    except NearMiss:
+        return None
+    dense, columns = torch.cat(shown), [torch.cat(each) for each in zip(*wanted)]
     order = [next((e for e in range(count) if torch.equal(c, dense[:, e])), -1) for c in columns]
     return order if sorted(order) == list(range(count)) else None
 

@@ -40,6 +40,7 @@ ALLOWED_FUNCTIONS: frozenset[object] = frozenset(
         operator.neg,
         torch.sym_max,
         torch.sym_min,
+        torch.sym_sum,
         torch.sym_int,
         torch.sym_float,
     }
