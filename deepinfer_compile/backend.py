@@ -164,6 +164,10 @@ def _like(gm: GraphModule, source: GraphModule, holes: Sequence[Any]) -> GraphMo
         if hasattr(source, name):
             setattr(gm, name, getattr(source, name))
     gm.meta.update(source.meta)
+    for name, held in list(gm.named_buffers(recurse=False)):
+        # tensors made of Python numbers: AOTAutograd asks of every buffer which one of the model's it is
+        delattr(gm, name)
+        object.__setattr__(gm, name, held)
     for new, old in zip([n for n in gm.graph.nodes if n.op == "placeholder"], holes, strict=True):
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source

@@ -33,6 +33,7 @@ from deepinfer_compile.match_moe import (
 
 ZEROS = (A.zeros_like.default, A.zeros.default, A.new_zeros.default)
 PROBE_TOKENS = 48
+DIGIT = 128
 GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
@@ -289,8 +290,8 @@ def rows_agree(expert: Expert, choice: Choice, factor: Node, product: Node, ends
         return False
     probe, drawn, share = given_choice(choice.ids, choice.weights, count, PROBE_TOKENS, seed)
     shape = probe.shape(choice.x)
-    probe.given[choice.x] = torch.arange(shape[0]).to(tensor(choice.x).dtype).view(-1, 1).expand(shape)
-    token = probe.value(expert.x)[:, 0].long()
+    probe.given[choice.x] = _numbered(shape, tensor(choice.x).dtype)
+    token = probe.value(expert.x)[:, :2].long() @ torch.tensor([1, DIGIT])
     row_weight = probe.value(factor).flatten()
     told = probe.value(down.rows).flatten().long()  # type: ignore[arg-type]
     if down.by == "ends":
@@ -305,6 +306,14 @@ def rows_agree(expert: Expert, choice: Choice, factor: Node, product: Node, ends
     probe.given[product] = held
     want = torch.zeros(shape, dtype=held.dtype).index_add_(0, token, held)
     return bool(torch.equal(probe.value(ends).to(held.dtype), want))
+
+
+def _numbered(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """[T, H] whose rows begin with their number in two digits, which every float type holds exactly."""
+    rows = torch.zeros(shape, dtype=dtype)
+    number = torch.arange(shape[0])
+    rows[:, 0], rows[:, 1] = number % DIGIT, number // DIGIT
+    return rows
 
 
 def all_agree(outputs: Node, axis: int, choice: Choice, ends: Node, seed: int) -> bool:

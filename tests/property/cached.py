@@ -9,9 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.passes.test_raise_rope import DIM, angles
+from tests.passes.test_raise_router import softplus_router
 
-EXPERTS, CHOSEN, WIDTH, INNER = 6, 2, 24, 10
-HEADS, NOPE, ROPE, VALUE, LATENT, KEYS = 3, 6, 4, 5, 7, 16
+EXPERTS, CHOSEN, WIDTH, INNER = 6, 2, 24, 16
+HEADS, NOPE, ROPE, VALUE, LATENT, KEYS = 3, 6, 4, 5, 7, 40
+
+
+def any_order(logits: Tensor, extra: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """softplus_router, whose experts come in no order: as a weight per expert, which has one."""
+    weights, ids = softplus_router(logits, extra, table)
+    return torch.zeros_like(logits).scatter(1, ids, weights), ids.sort(-1).values
 
 
 def normalised(logits: Tensor, extra: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,9 +79,9 @@ class Rows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, WIDTH)
-        weights, ids = self.gate(flat).softmax(-1).topk(CHOSEN, -1)
+        weights, ids = self.gate(flat).float().softmax(-1).topk(CHOSEN, -1)
         token = torch.arange(flat.shape[0]).repeat_interleave(CHOSEN)
-        expert, share = ids.reshape(-1), weights.reshape(-1, 1)
+        expert, share = ids.reshape(-1), weights.reshape(-1, 1).to(x.dtype)
         if self.form == "gathered":
             h = torch.bmm(self.w13[expert], flat[token].unsqueeze(-1)).squeeze(-1)
             y = torch.bmm(self.w2[expert], self._act(h).unsqueeze(-1)).squeeze(-1) * share

@@ -31,7 +31,7 @@ WRITES = (
     *("{f}[..., 0] = {f}[..., 1]", "{f}.transpose(0, 1).add_(1)", "{f}[1:].mul_(2)", "{f}.clamp_(-1, 1)", "{f}.neg_()"),
     *("{f}.masked_fill_({m}, 0.25)", "{f}.index_add_(0, torch.tensor([0]), {f}[:1])", "{f}.select(0, 0).zero_()"),
     *("{f}.index_copy_(0, torch.tensor([0]), {f}[:1])", "{f}.diagonal().fill_(1.0)", "{f}.view(-1)[0] = 0.0"),
-    *("torch.add({f}, {f}, out={f})", "{i}.add_(1)", "{m}.logical_not_()", "{f}.sub_({f})"),
+    *("{i}.add_(1)", "{m}.logical_not_()", "{f}.sub_({f})"),
     *("{f}.flatten()[1:].add_(0.5)", "{f}.data.mul_(0.5)", "{f}.add_({f}.shape[0])", "{f}.mul_({n})"),
 )
 BLOCKS = (

@@ -109,7 +109,7 @@ def _routers() -> list[Pattern]:
         *(_input("x", "t", 24), _input("w", 8, 24, kind="parameter"), _input("e", 8, kind="parameter")),
         _input("i", 11, 2, dtype=torch.int64, kind="buffer", below=8),
     )
-    plain = (routers.softplus_router, routers.llama4_router, routers.learned_scale, routers.late_scale)
+    plain = (cached.any_order, routers.llama4_router, routers.learned_scale, routers.late_scale)
     for f in (*plain, routers.shared_values, cached.normalised, cached.grouped, cached.chosen_softmax):
         name = f"router {f.__name__}"
         text = f"known[{name!r}](F.linear({{x}}, {{w}}), {{e}}, {{i}})"
@@ -139,9 +139,10 @@ def _experts() -> list[Pattern]:
     for form in ("expanded", "repeated", "broadcast"):
         module = f"filled(experts.Stacked({form!r}))"
         found.append(Pattern(f"experts {form}", x, "{module}({x})", {"route": 1, "experts": 1}, module=module))
-    for form in ("gathered", "grouped"):
-        module = f"filled(cached.Rows({form!r}))"
-        found.append(Pattern(f"experts {form}", x, "{module}({x})", {"route": 1, "experts": 1}, module=module))
+    for form, cast, dtype in (("gathered", "", F32), ("gathered", ".bfloat16()", BF16), ("grouped", ".bfloat16()", BF16)):
+        module, rows = f"filled(cached.Rows({form!r})){cast}", (_input("x", "b", "t", 24, dtype=dtype),)
+        name = f"experts {form}{cast}"
+        found.append(Pattern(name, rows, "{module}({x})", {"route": 1, "experts": 1}, module=module))
     left = {"route": 1, "gated_act": experts.E}
     for f, finds, reason in (
         (experts.twice_the_first, left, "are not their weights in a choice among them"),
@@ -177,7 +178,8 @@ def _attentions() -> list[Pattern]:
         ("powered", "aten.abs stands between the scores and their softmax"),
     ):
         module = f"filled(attentions.Attend(attentions.{form}))"
-        found.append(Pattern(f"attention miss: {form}", x, "{module}({x})", {}, reason, module=module))
+        read = (_input("x", 1, "t", 24),) if form == "sinks" else x
+        found.append(Pattern(f"attention miss: {form}", read, "{module}({x})", {}, reason, module=module))
     return found
 
 
@@ -196,7 +198,7 @@ def _latents() -> list[Pattern]:
         module = f"filled(cached.Cached({options}))"
         found.append(Pattern(f"latent miss: {options}", x, text, {"attention": 1}, reason, module=module))
     module = "filled(cached.Cached())"
-    many = (_input("x", 2, 6, 24), _input("at", 1, dtype=torch.int64, below=1))
+    many = (_input("x", 2, 32, 24), _input("at", 1, dtype=torch.int64, below=1))
     reason = "expanding the latent costs less"
     found.append(Pattern("latent miss: many queries", many, text, {"attention": 1}, reason, module=module))
     return found

@@ -125,7 +125,8 @@ class Writer:
     def overlaps(self, name: str) -> bool:
         """Whether elements of a tensor share memory: eager allows few writes to it, and torch.compile gets them wrong."""
         value = eval(name, self.worlds[0])
-        return any(isinstance(value, Tensor) and s == 0 and d != 1 for s, d in zip(value.stride(), value.shape))
+        held = zip(value.stride(), value.shape) if isinstance(value, Tensor) else ()
+        return any(step == 0 and size != 1 for step, size in held)
 
     def embed(self, pattern: Pattern) -> bool:
         """A pattern's line on values that fit, or on new inputs."""
@@ -199,8 +200,8 @@ class Writer:
 
 def write(seed: int, patterns: tuple[Pattern, ...] = (), lines: int = 8) -> Program:
     """The program of a seed, with the given patterns in it."""
-    # nothing shows without tokens which expert is whose
-    w = Writer(seed, tokens=1 if any("experts" in p.name for p in patterns) else 0)
+    # experts show in what is chosen of them, and the modules around attention cannot be called without tokens
+    w = Writer(seed, tokens=int(any(p.name.startswith(("experts", "attention")) for p in patterns)))
     w.start()
     places = sorted(w.random.randrange(lines) for _ in patterns)
     for at in range(lines):
