@@ -19,7 +19,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from deepinfer_compile import ops
-from deepinfer_compile.errors import BadOption, CompileError, NoCompiler, PassFailed, TargetUnavailable, UnknownOption
+from deepinfer_compile.errors import (
+    BadOption,
+    CompileError,
+    GraphInvalid,
+    NoCompiler,
+    PassFailed,
+    TargetUnavailable,
+    UnknownOption,
+)
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.functional import Functional, functional, given, with_writes
 from deepinfer_compile.inline import Inliner
@@ -37,7 +45,7 @@ OPTIONS = ("raise", "pipeline", "kernels")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A graph for Inductor. ran: the dialect ops compiled into it. left: why it is Dynamo's graph itself, or nothing."""
+    """A graph for Inductor. ran: the dialect ops in it, counted. left: why it is Dynamo's graph itself, or nothing."""
 
     gm: GraphModule
     ran: dict[str, int] = field(default_factory=dict)
@@ -63,13 +71,15 @@ def prepare(gm: GraphModule, *, mode: str | None = None, options: dict[str, Any]
     chosen = _options(options or {}, mode)
     reason = "" if chosen["raise"] else "raise=False"
     reason = reason or _under_autograd(gm)
+    ours = False
     if not reason:
         try:
             return _raised(gm, chosen)
         except CompileError as err:
             reason = str(err).splitlines()[0]
+            ours = isinstance(err, (PassFailed, GraphInvalid))
     counters[f"left: {reason}"] += 1
-    log.info("left to Inductor: %s", reason)
+    log.log(logging.WARNING if ours else logging.INFO, "left to Inductor: %s", reason)
     return Prepared(gm, left=reason)
 
 
@@ -105,14 +115,9 @@ def _inductor(gm: GraphModule, ran: dict[str, int], example_inputs: Sequence[Any
 
 def _raised(gm: GraphModule, chosen: dict[str, Any]) -> Prepared:
     """The graph in ATen again, after the passes. Raises CompileError where they do not apply."""
-    holes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    values = [given(n) for n in holes]
-    form = functional(gm, values)
-    for node, held in zip((n for n in form.gm.graph.nodes if n.op == "placeholder"), values):
-        if isinstance(held, nn.Parameter):
-            node.meta["weight"] = node.name
+    holes, values, form = captured(gm)
     passes = chosen["pipeline"] if chosen["pipeline"] is not None else _passes()
-    program, records = Pipeline(tuple(passes), given=frozenset({Fact.SHAPES, Fact.FUNCTIONAL})).run(_as_program(form))
+    program, records = Pipeline(tuple(passes), given=frozenset({Fact.SHAPES, Fact.FUNCTIONAL})).run(as_program(form))
     for record in records:
         log.info("%s: %d applied, %d missed", record.name, record.count("applied"), record.count("missed"))
     (block,) = program.blocks.values()
@@ -135,6 +140,17 @@ def _raised(gm: GraphModule, chosen: dict[str, Any]) -> Prepared:
     counters["raised"] += 1
     counters.update({f"op: {name}": count for name, count in found.items()})
     return Prepared(_like(inlined, gm, holes), dict(found), tuple(records))
+
+
+def captured(gm: GraphModule) -> tuple[list[Node], list[Any], Functional]:
+    """(placeholders, what they are traced with, functional form) of a Dynamo graph. Raises NotFunctional."""
+    holes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    values = [given(n) for n in holes]
+    form = functional(gm, values)
+    for node, held in zip((n for n in form.gm.graph.nodes if n.op == "placeholder"), values):
+        if isinstance(held, nn.Parameter):
+            node.meta["weight"] = node.name
+    return holes, values, form
 
 
 def _passes() -> tuple[Pass, ...]:
@@ -186,9 +202,10 @@ def _take_item(hole: Node) -> None:
     hole.replace_all_uses_with(item, delete_user_cb=lambda user: user is not item)
 
 
-def _as_program(form: Functional) -> Program:
-    """One block, called once."""
+def as_program(form: Functional) -> Program:
+    """One block, called once, in which operations of other packages may stand: nobody stores it."""
     gm, graph = form.gm, Graph()
+    gm.meta["foreign"] = True
     holes = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":

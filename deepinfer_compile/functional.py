@@ -24,6 +24,7 @@ from torch._functorch._aot_autograd.functional_utils import (
     sync_functional_tensor,
     to_fun,
 )
+from torch._ops import HigherOrderOperator
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -92,7 +93,8 @@ def functional(gm: GraphModule, values: Sequence[Any]) -> Functional:
                 if isinstance(t, FunctionalTensor):
                     sync_functional_tensor(t)
             found["written"] = tuple(i for i, t in enumerate(inputs) if _written(t, args[i]))
-            found["outputs"] = tuple(_output(t, like, inputs, [*values, *seen]) for t, like in zip(outputs, seen, strict=True))
+            pairs = zip(outputs, seen, strict=True)
+            found["outputs"] = tuple(_output(t, like, inputs, [*values, *seen]) for t, like in pairs)
             results = [*outputs, *(inputs[i] for i in found["written"])]
             return pytree.tree_map_only(Tensor, from_fun, results)
 
@@ -106,6 +108,8 @@ def functional(gm: GraphModule, values: Sequence[Any]) -> Functional:
     for node in traced.graph.nodes:
         if "as_strided" in str(node.target):
             raise NotFunctional(reason="as_strided reads memory whose layout a functional graph does not keep")
+        if isinstance(node.target, HigherOrderOperator):
+            raise NotFunctional(reason=f"it calls {node.target.name()}, an operation on operations")
     return Functional(traced, found["outputs"], found["written"], _lift_constants(traced))
 
 
@@ -156,7 +160,9 @@ class _Runner(Interpreter):
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # dynamo hands over a Python float as the item of a tensor, for which the number itself was given
-        return args[0] if target == "item" and isinstance(args[0], SymFloat) else super().call_method(target, args, kwargs)
+        if target == "item" and isinstance(args[0], SymFloat):
+            return args[0]
+        return super().call_method(target, args, kwargs)
 
 
 def with_writes(run: Callable[..., Sequence[Any]], form: Functional) -> Callable[..., tuple[Any, ...]]:
@@ -261,13 +267,13 @@ def _memory(t: Tensor) -> int:
 
 
 def _lift_constants(gm: GraphModule) -> tuple[Tensor, ...]:
-    """Make every tensor that the graph holds an input behind the others. Raises NotFunctional for graphs in it."""
+    """Make every tensor that the graph holds an input behind the others. Raises NotFunctional if it holds more."""
     lifted: dict[str, tuple[Node, Tensor]] = {}
     last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1:]
     for node in [n for n in gm.graph.nodes if n.op == "get_attr"]:
         held = getattr(gm, str(node.target))
         if not isinstance(held, Tensor):
-            raise NotFunctional(reason=f"it holds a {type(held).__name__}, as a branch or a loop of its own does")
+            raise NotFunctional(reason=f"it holds a {type(held).__name__}")
         if node.target not in lifted:
             place = gm.graph.inserting_after(last[0]) if last else gm.graph.inserting_before()
             with place:

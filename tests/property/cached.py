@@ -68,7 +68,7 @@ def over_tokens(logits: Tensor, extra: Tensor, table: Tensor) -> tuple[Tensor, T
 
 
 class Rows(nn.Module):
-    """Experts on one row per token and choice: weights gathered by id, or rows sorted by expert and a grouped product."""
+    """Experts on one row per token and choice: weights gathered by id, or rows sorted for a grouped product."""
 
     def __init__(self, form: str) -> None:
         super().__init__()

@@ -93,13 +93,14 @@ def differences(want: Seen, got: Seen, exact: bool) -> Iterator[str]:
             yield f"{name} is {b.dtype} {tuple(b.shape)}, was {a.dtype} {tuple(a.shape)}"
         elif not check_significant_strides(a, b)[0]:
             yield f"{name} has strides {b.stride()}, had {a.stride()}"
-        elif not _close(a, b, exact):
+        elif not close(a, b, exact):
             yield f"{name} differs by {(a.double() - b.double()).abs().max()}"
         elif a.numel() and want.homes.get(name) != got.homes.get(name):
             yield f"{name} lies in the memory of {got.homes.get(name)}, lay in that of {want.homes.get(name)}"
 
 
-def _close(want: Tensor, got: Tensor, exact: bool) -> bool:
+def close(want: Tensor, got: Tensor, exact: bool) -> bool:
+    """Equal to the bit, or within the tolerance of the dtype."""
     if exact or not want.is_floating_point():
         return torch.equal(want, got) or (want.is_floating_point() and torch.equal(want.nan_to_num(), got.nan_to_num()))
     largest = want.double().nan_to_num().abs().max().clamp(min=1.0).item() if want.numel() else 1.0

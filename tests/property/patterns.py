@@ -139,7 +139,11 @@ def _experts() -> list[Pattern]:
     for form in ("expanded", "repeated", "broadcast"):
         module = f"filled(experts.Stacked({form!r}))"
         found.append(Pattern(f"experts {form}", x, "{module}({x})", {"route": 1, "experts": 1}, module=module))
-    for form, cast, dtype in (("gathered", "", F32), ("gathered", ".bfloat16()", BF16), ("grouped", ".bfloat16()", BF16)):
+    for form, cast, dtype in (
+        ("gathered", "", F32),
+        ("gathered", ".bfloat16()", BF16),
+        ("grouped", ".bfloat16()", BF16),
+    ):
         module, rows = f"filled(cached.Rows({form!r})){cast}", (_input("x", "b", "t", 24, dtype=dtype),)
         name = f"experts {form}{cast}"
         found.append(Pattern(name, rows, "{module}({x})", {"route": 1, "experts": 1}, module=module))
@@ -163,7 +167,8 @@ def _experts() -> list[Pattern]:
 
 def _attentions() -> list[Pattern]:
     x, found = (_input("x", "b", "t", 24),), []
-    for form in ("sdpa_flag", "sdpa_grouped", "sdpa_both_ways", "sdpa_additive", "sdpa_no_mask", "einsum", "alibi", "by_content", "reversed_mask"):
+    forms = "sdpa_flag sdpa_grouped sdpa_both_ways sdpa_additive sdpa_no_mask einsum alibi by_content reversed_mask"
+    for form in forms.split():
         module = f"filled(attentions.Attend(attentions.{form}))"
         found.append(Pattern(f"attention {form}", x, "{module}({x})", {"attention": 1}, module=module))
     hidden = "a row that sees no key would be 0"
@@ -205,6 +210,7 @@ def _latents() -> list[Pattern]:
 
 
 NAMES.update({"experts": experts, "attentions": attentions, "cached": cached})
-PATTERNS: tuple[Pattern, ...] = tuple(
-    [*_norms(), *_ropes(), *_acts(), *_routers(), *_experts(), *_attentions(), *_latents()]
+PATTERNS: tuple[Pattern, ...] = (
+    *(*_norms(), *_ropes(), *_acts(), *_routers()),
+    *(*_experts(), *_attentions(), *_latents()),
 )

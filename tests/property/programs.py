@@ -122,7 +122,11 @@ class Program:
 
 
 def build(
-    held: tuple[Held, ...], modules: tuple[tuple[str, str], ...], sizes: dict[str, int], seed: int, names: dict[str, Any]
+    held: tuple[Held, ...],
+    modules: tuple[tuple[str, str], ...],
+    sizes: dict[str, int],
+    seed: int,
+    names: dict[str, Any],
 ) -> nn.Module:
     """A module of a class of its own that holds the parameters, buffers and submodules."""
     made: Any = type("Generated", (nn.Module,), {})()

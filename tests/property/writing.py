@@ -123,7 +123,7 @@ class Writer:
             self.line(f"{out} = {text}", out)
 
     def overlaps(self, name: str) -> bool:
-        """Whether elements of a tensor share memory: eager allows few writes to it, and torch.compile gets them wrong."""
+        """Whether elements of a tensor share memory: eager allows few writes there, and Inductor gets them wrong."""
         value = eval(name, self.worlds[0])
         held = zip(value.stride(), value.shape) if isinstance(value, Tensor) else ()
         return any(step == 0 and size != 1 for step, size in held)
@@ -176,7 +176,8 @@ class Writer:
             self.hold(shape=(), alias=f"self.{self.random.choice(buffers)}", kind="buffer")
         if self.random.random() < 0.06:
             names = [h.name for h in self.held if h.kind == "input"]
-            self.hold(shape=(), alias=self.random.choice(names) + self.random.choice(["", "[...]", ".transpose(0, -1)"]))
+            view = self.random.choice(["", "[...]", ".transpose(0, -1)"])
+            self.hold(shape=(), alias=self.random.choice(names) + view)
         if self.random.random() < 0.3:
             self.floats.append((f"n{next(self.counter)}", self.random.choice([0.5, 1.25, -2.0])))
         self.refresh()
