@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from deepinfer_compile.builder import build as build
+    from deepinfer_compile.onnx_export import export_onnx as export_onnx
     from deepinfer_compile.runtime.llm import LLM as LLM
     from deepinfer_compile.runtime.loading import load as load
     from deepinfer_compile.runtime.outputs import CompletionOutput as CompletionOutput
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # resolved on first use, so that running a bundle imports no compiler and compiling imports no engine
 _PUBLIC = {
     "build": "builder",
+    "export_onnx": "onnx_export",
     "load": "runtime.loading",
     "LLM": "runtime.llm",
     "SamplingParams": "runtime.params",
@@ -37,6 +39,7 @@ __all__ = [
     "SamplingParams",
     "__version__",
     "build",
+    "export_onnx",
     "load",
 ]
 

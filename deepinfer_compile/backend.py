@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import SymFloat, Tensor, nn
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from deepinfer_compile import ops
 from deepinfer_compile.errors import (
@@ -29,7 +28,7 @@ from deepinfer_compile.errors import (
     UnknownOption,
 )
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.functional import Functional, functional, given, with_writes
+from deepinfer_compile.functional import Functional, functional, given, trace, with_writes, write_out_constants
 from deepinfer_compile.inline import Inliner
 from deepinfer_compile.passbase import Pass
 from deepinfer_compile.pipeline import Pipeline, Record
@@ -40,7 +39,8 @@ counters: collections.Counter[str] = collections.Counter()
 """What the backend compiled in this process: `raised`, `left: <reason>`, `op: <name>` per dialect op compiled in."""
 executed: collections.Counter[str] = collections.Counter()
 """What compiled graphs ran in this process: `<name>` per dialect op, added at each call of a graph that holds it."""
-OPTIONS = ("raise", "pipeline", "kernels")
+DEFAULTS: dict[str, Any] = {"raise": True, "pipeline": None, "kernels": True}
+"""The backend's own options."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,24 @@ class Prepared:
 def deepinfer(
     gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph. The options are those of `prepare`. Raises UnknownOption, BadOption."""
-    prepared = prepare(gm, mode=mode, options=options)
-    return _inductor(prepared.gm, prepared.ran, example_inputs)
+    """Compile one Dynamo graph.
+
+    mode: one of Inductor's. options: those of `prepare`; Inductor's own are passed on to it.
+    Raises UnknownOption, BadOption.
+    """
+    chosen, patches = _options(options or {}, mode)
+    prepared = prepare(gm, chosen)
+    compiled = _inductor(prepared.gm, example_inputs, patches)
+    return _counted(compiled, prepared.ran) if prepared.ran else compiled
 
 
-def prepare(gm: GraphModule, *, mode: str | None = None, options: dict[str, Any] | None = None) -> Prepared:
+def prepare(gm: GraphModule, options: dict[str, Any] | None = None) -> Prepared:
     """What Inductor is to compile in place of a Dynamo graph: inputs, outputs and side effects are the same.
 
     options: `raise` (default True) runs the passes, `pipeline` replaces them (a sequence of passes), `kernels` (default
-    True) uses our native kernels where the graph runs on the CPU; anything else goes to Inductor's configuration
-    through `torch.compile`'s own options and is an error here. Raises UnknownOption, BadOption.
+    True) uses our native kernels where the graph runs on the CPU.
     """
-    chosen = _options(options or {}, mode)
+    chosen = {**DEFAULTS, **(options or {})}
     reason = "" if chosen["raise"] else "raise=False"
     reason = reason or _under_autograd(gm)
     ours = False
@@ -83,13 +88,21 @@ def prepare(gm: GraphModule, *, mode: str | None = None, options: dict[str, Any]
     return Prepared(gm, left=reason)
 
 
-def _options(options: dict[str, Any], mode: str | None) -> dict[str, Any]:
-    for name in options:
-        if name not in OPTIONS:
-            raise UnknownOption(name=name, known=", ".join(OPTIONS))
-    if mode not in (None, "default"):
-        raise BadOption(name="mode", value=mode, reason="the backend has no modes", fix="leave it out")
-    return {"raise": True, "pipeline": None, "kernels": True, **options}
+def _options(options: dict[str, Any], mode: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our options, and Inductor's."""
+    import torch._inductor as inductor
+
+    known = inductor.list_options()
+    names = {name: name.replace("-", "_") for name in options if name not in DEFAULTS}
+    for name, theirs in names.items():
+        if theirs not in known:
+            raise UnknownOption(name=name, known=f"{', '.join(DEFAULTS)}, and those of torch._inductor.list_options()")
+    if mode is not None and mode not in inductor.list_mode_options():
+        fix = f"use one of {', '.join(inductor.list_mode_options())}"
+        raise BadOption(name="mode", value=mode, reason="Inductor has no such mode", fix=fix)
+    patches = dict(inductor.list_mode_options(mode)) if mode is not None else {}
+    patches.update({theirs: options[name] for name, theirs in names.items()})
+    return {**DEFAULTS, **{k: v for k, v in options.items() if k in DEFAULTS}}, patches
 
 
 def _under_autograd(gm: GraphModule) -> str:
@@ -99,12 +112,15 @@ def _under_autograd(gm: GraphModule) -> str:
     return ""
 
 
-def _inductor(gm: GraphModule, ran: dict[str, int], example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def _inductor(gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(gm, list(example_inputs))  # type: ignore[arg-type]
-    if not ran:
-        return compiled  # type: ignore[no-any-return]
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches or None)  # type: ignore[arg-type]
+    return compiled  # type: ignore[no-any-return]
+
+
+def _counted(compiled: Callable[..., Any], ran: dict[str, int]) -> Callable[..., Any]:
+    """The compiled graph, which adds to `executed` at each call."""
 
     def run(*args: Any) -> Any:
         executed.update(ran)
@@ -129,13 +145,8 @@ def _raised(gm: GraphModule, chosen: dict[str, Any]) -> Prepared:
     def run(*args: Any) -> Any:
         return Inliner(block, kernels).run(*(args[i] for i in read))
 
-    try:
-        inlined = make_fx(with_writes(run, form), pre_dispatch=True, tracing_mode="symbolic")(*values)
-    except CompileError:
-        raise
-    except Exception as err:  # as a pass, this may fail in any way; the graph is then left, with the reason
-        words = f"{type(err).__name__}: {(str(err).splitlines() or [''])[0]}"
-        raise PassFailed(name="inline", graph="backend", reason=words, reproducer="") from err
+    inlined = trace(with_writes(run, form), values)
+    write_out_constants(inlined)
     found = collections.Counter(op.name for n in block.graph.nodes if (op := ops.find(n.target)) is not None)
     counters["raised"] += 1
     counters.update({f"op: {name}": count for name, count in found.items()})
@@ -180,14 +191,11 @@ def _like(gm: GraphModule, source: GraphModule, holes: Sequence[Any]) -> GraphMo
         if hasattr(source, name):
             setattr(gm, name, getattr(source, name))
     gm.meta.update(source.meta)
-    for name, held in list(gm.named_buffers(recurse=False)):
-        # tensors made of Python numbers: AOTAutograd asks of every buffer which one of the model's it is
-        delattr(gm, name)
-        object.__setattr__(gm, name, held)
     for new, old in zip([n for n in gm.graph.nodes if n.op == "placeholder"], holes, strict=True):
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
-        new.meta.update({k: v for k, v in old.meta.items() if k not in ("val", "tensor_meta")})
+        if "tensor_dict" in old.meta:  # says which inputs never move
+            new.meta["tensor_dict"] = old.meta["tensor_dict"]
         if isinstance(new.meta["val"], SymFloat) and isinstance(old.meta["example_value"], Tensor):
             _take_item(new)
     gm.recompile()

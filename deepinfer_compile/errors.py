@@ -287,6 +287,21 @@ class OutputFailed(CompileError):
     exit_code = 8
 
 
+# -- export -----------------------------------------------------------------------------------------------------------
+
+
+class NoOnnxForm(CompileError):
+    what = "operation {op} cannot be written as ONNX: {reason}"
+    hint = "write that line with other operations, or report the operation with the model's architecture"
+    exit_code = 10
+
+
+class ExportInvalid(CompileError):
+    what = "the exported model {path} is not valid: {reason}"
+    hint = "report it with the model's architecture; what was at that path is unchanged"
+    exit_code = 10
+
+
 # -- running ----------------------------------------------------------------------------------------------------------
 
 

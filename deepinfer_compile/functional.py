@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import SymFloat, SymInt, Tensor
+from torch import SymFloat, Tensor
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.source import DictGetItemSource, GetItemSource, LocalSource
 from torch._dynamo.symbolic_convert import TensorifyState
@@ -29,11 +29,10 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from deepinfer_compile.errors import CompileError, NotFunctional
-from deepinfer_compile.match import equal_size, same_sizes
+from deepinfer_compile.graph import Editor
+from deepinfer_compile.memory import Output, memory, placed, settled
 
 CONVERSIONS = frozenset(
     {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool"}
@@ -45,18 +44,6 @@ SWITCHES = frozenset(
     {GRAD_SWITCH, "_enter_autocast", "_enter_inference_mode"} | {"_vmap_increment_nesting", "_grad_increment_nesting"}
 )
 """Calls in Dynamo's graphs that change how the calls behind them run. A trace that failed midway would leave it so."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """How an output lies in memory: in that of `home`, the first such of (inputs..., outputs...), or is `home` itself.
-
-    like: its shape, strides and offset in that memory, as Dynamo saw them; a functional trace has others after a write.
-    """
-
-    home: int
-    itself: bool
-    like: Tensor
 
 
 @dataclass(frozen=True)
@@ -93,24 +80,51 @@ def functional(gm: GraphModule, values: Sequence[Any]) -> Functional:
                 if isinstance(t, FunctionalTensor):
                     sync_functional_tensor(t)
             found["written"] = tuple(i for i, t in enumerate(inputs) if _written(t, args[i]))
-            pairs = zip(outputs, seen, strict=True)
-            found["outputs"] = tuple(_output(t, like, inputs, [*values, *seen]) for t, like in pairs)
+            found["outputs"] = placed(outputs, [*values, *seen], inputs, found["written"])
             results = [*outputs, *(inputs[i] for i in found["written"])]
             return pytree.tree_map_only(Tensor, from_fun, results)
 
-    try:
-        traced = make_fx(run, pre_dispatch=True, tracing_mode="symbolic")(*values)
-    except CompileError:
-        raise
-    except Exception as err:  # torch's tracer may fail in any way; the caller must learn that it did, and go on
-        words = f"{type(err).__name__}: {(str(err).splitlines() or [''])[0]}"
-        raise NotFunctional(reason=f"torch cannot trace it: {words}") from err
+    traced = trace(run, values)
     for node in traced.graph.nodes:
         if "as_strided" in str(node.target):
             raise NotFunctional(reason="as_strided reads memory whose layout a functional graph does not keep")
         if isinstance(node.target, HigherOrderOperator):
             raise NotFunctional(reason=f"it calls {node.target.name()}, an operation on operations")
     return Functional(traced, found["outputs"], found["written"], _lift_constants(traced))
+
+
+def trace(run: Callable[..., Any], values: Sequence[Any]) -> GraphModule:
+    """`run` as an ATen graph before dispatch. Constants of one number are written out, others are attributes.
+
+    Raises NotFunctional for what torch cannot trace.
+    """
+    try:
+        traced = make_fx(run, pre_dispatch=True, tracing_mode="symbolic")(*values)
+    except CompileError:
+        raise
+    except Exception as err:  # the tracer may fail in any way; the graph is then left to Inductor, with the reason
+        words = (str(err).strip().splitlines() or [""])[0]
+        raise NotFunctional(reason=f"torch cannot trace it: {type(err).__name__}: {words}") from err
+    for node, held in _attributes(traced):
+        if isinstance(held, Tensor) and held.dim() == 0 and not held.dtype.is_complex:
+            edit = Editor(traced.graph, node)
+            call = edit.call(torch.ops.aten.scalar_tensor.default, held.item(), dtype=held.dtype, device=held.device)
+            _put(traced, node, call)
+    traced.recompile()
+    return traced
+
+
+def write_out_constants(gm: GraphModule) -> None:
+    """Make every tensor that a graph holds the call that Dynamo had for it: AOTAutograd takes attributes for the
+    model's own, and asks which. Raises NotFunctional if it holds anything else."""
+    for node, held in _attributes(gm):
+        _refuse_others(held)
+        with gm.graph.inserting_before(node):
+            how = {"dtype": held.dtype, "device": held.device}
+            call = gm.graph.call_function(torch.tensor, (held.tolist(),), how)
+        call.meta = dict(node.meta)
+        _put(gm, node, call)
+    gm.recompile()
 
 
 def given(hole: Node) -> Any:
@@ -166,77 +180,24 @@ class _Runner(Interpreter):
 
 
 def with_writes(run: Callable[..., Sequence[Any]], form: Functional) -> Callable[..., tuple[Any, ...]]:
-    """The function of the inputs with its in-place effects: `run` gives what `form.gm` gives, and writes are copied
-    back. Outputs share memory, and lie in it, as in the graph that was traced: a rewrite knows nothing of that.
+    """The function of the inputs with its in-place effects and its memory: `run` gives what `form.gm` gives; writes are
+    copied back, and outputs share memory, and lie in it, as in the graph that was traced. Passes may drop copies: here
+    they return.
+
+    The function raises NotFunctional where an output should share memory and does not.
     """
 
     def whole(*args: Any) -> tuple[Any, ...]:
         found = list(run(*args, *(torch.ops.aten.lift_fresh_copy.default(c) for c in form.constants)))
-        owner = {_memory(a): i for i, a in enumerate(args) if isinstance(a, Tensor)}
+        taken = {memory(a) for a in args if isinstance(a, Tensor)}
         # what is written may be another input, which is written too
-        news = [r.clone() if _memory(r) in owner else r for r in found[len(form.outputs) :]]
-        results = [_settled(r, out, args, owner, form.written) for r, out in zip(found, form.outputs)]
+        news = [new.clone() if memory(new) in taken else new for new in found[len(form.outputs) :]]
+        results = settled(found[: len(form.outputs)], form.outputs, args)
         for i, new in zip(form.written, news, strict=True):
             args[i].copy_(new)
-        for at, out in enumerate(form.outputs):
-            if out is not None and out.home in form.written and not out.itself:
-                results[at] = _view_like(args[out.home], out.like, args)
         return tuple(results)
 
     return whole
-
-
-def _settled(
-    result: Any, out: Output | None, args: Sequence[Any], owner: dict[int, int], written: tuple[int, ...]
-) -> Any:
-    """An output in memory of its own where it is new, and in its strides. owner: whose each piece of memory is."""
-    if out is None or out.home in written:
-        return args[out.home] if out is not None and out.itself else result
-    if out.itself:
-        return args[out.home]
-    if out.home < len(args):
-        if owner.get(_memory(result)) != out.home or not _lies_as(result, out):
-            raise NotFunctional(reason="a rewrite made a view of an input something else")
-        # a view of a whole input is not the input itself: its shape may be changed without the input's
-        return torch.ops.aten.alias.default(result)
-    if owner.setdefault(_memory(result), out.home) == out.home and _lies_as(result, out):
-        return result
-    settled = _in_order(result, out)
-    owner[_memory(settled)] = out.home
-    return settled
-
-
-def _view_like(base: Tensor, like: Tensor, args: Sequence[Any]) -> Tensor:
-    """The view of `base`, an input that was written to, that another tensor is of what Dynamo saw in its place."""
-    held = [a for a in args if isinstance(a, SymInt)] + [d for a in args if isinstance(a, Tensor) for d in a.shape]
-    known = {d.node.expr: d for d in held if isinstance(d, SymInt) and d.node.expr.is_symbol}
-
-    def formed(size: int | SymInt) -> Any:
-        # sizes of another trace have no place in this one, their symbols do
-        return sympy_interp(PythonReferenceAnalysis, known, size.node.expr) if isinstance(size, SymInt) else size
-
-    where = [formed(d) for d in like.shape], [formed(d) for d in like.stride()], formed(like.storage_offset())
-    return torch.as_strided(base, *where)
-
-
-def _lies_as(t: Tensor, out: Output) -> bool:
-    """Whether the strides that matter are those of an output: that of a dimension of size 1 is never used."""
-    held = zip(t.shape, t.stride(), out.like.stride(), strict=True)
-    return all((isinstance(size, int) and size == 1) or equal_size(x, y) for size, x, y in held)
-
-
-def _in_order(result: Tensor, out: Output) -> Tensor:
-    """A copy whose dimensions lie in memory in the order of those of `out`, without gaps."""
-    steps = [s.node.hint if isinstance(s, SymInt) else s for s in out.like.stride()]
-    order = sorted(range(result.dim()), key=lambda d: (-steps[d], d))
-    if order == sorted(order):
-        copy = result.clone(memory_format=torch.contiguous_format)
-    else:
-        turned = result.permute(order).clone(memory_format=torch.contiguous_format)
-        copy = turned.permute([order.index(d) for d in range(result.dim())])
-    if not _lies_as(copy, out):
-        raise NotFunctional(reason="a rewrite changed how an output with gaps lies in memory")
-    return copy
 
 
 def _written(t: Any, before: Any) -> bool:
@@ -249,41 +210,39 @@ def _written(t: Any, before: Any) -> bool:
     return has_data_mutation(t)
 
 
-def _output(t: Any, like: Any, inputs: Sequence[Any], seen: Sequence[Any]) -> Output | None:
-    """Where an output lies. like: it as Dynamo saw it. seen: all inputs and outputs as Dynamo saw them."""
-    if not isinstance(t, Tensor):
-        return None
-    if not isinstance(like, Tensor) or like.dtype != t.dtype or not same_sizes(like.shape, t.shape):
-        raise NotFunctional(reason="what Dynamo recorded of an output is not what it is")
-    home = next(i for i, other in enumerate(seen) if isinstance(other, Tensor) and _memory(other) == _memory(like))
-    itself = home < len(inputs) and inputs[home] is t
-    if home < len(inputs) and inputs[home].dtype != t.dtype:
-        raise NotFunctional(reason="it returns a view of an input in another dtype")
-    return Output(home, itself, like)
+def _attributes(gm: GraphModule) -> list[tuple[Node, Any]]:
+    """The nodes that read what a graph holds, and what it is."""
+    return [(n, getattr(gm, str(n.target))) for n in gm.graph.nodes if n.op == "get_attr"]
 
 
-def _memory(t: Tensor) -> int:
-    return int(t.untyped_storage()._cdata)
+def _put(gm: GraphModule, node: Node, new: Node) -> None:
+    """Another node in place of one that reads an attribute, which goes with its last reader."""
+    node.replace_all_uses_with(new)
+    gm.graph.erase_node(node)
+    if not any(n.op == "get_attr" and n.target == node.target for n in gm.graph.nodes):
+        delattr(gm, str(node.target))
 
 
 def _lift_constants(gm: GraphModule) -> tuple[Tensor, ...]:
     """Make every tensor that the graph holds an input behind the others. Raises NotFunctional if it holds more."""
-    lifted: dict[str, tuple[Node, Tensor]] = {}
+    lifted: dict[object, tuple[Node, Tensor]] = {}
     last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1:]
-    for node in [n for n in gm.graph.nodes if n.op == "get_attr"]:
-        held = getattr(gm, str(node.target))
-        if not isinstance(held, Tensor):
-            raise NotFunctional(reason=f"it holds a {type(held).__name__}")
+    for node, held in _attributes(gm):
+        _refuse_others(held)
         if node.target not in lifted:
             place = gm.graph.inserting_after(last[0]) if last else gm.graph.inserting_before()
             with place:
                 last = [gm.graph.placeholder(str(node.target).strip("_"))]
             last[0].meta = dict(node.meta)
-            lifted[str(node.target)] = last[0], held
-        node.replace_all_uses_with(lifted[str(node.target)][0])
-        gm.graph.erase_node(node)
+            lifted[node.target] = last[0], held
+        _put(gm, node, lifted[node.target][0])
     gm.recompile()
     return tuple(held for _, held in lifted.values())
+
+
+def _refuse_others(held: Any) -> None:
+    if not isinstance(held, Tensor):
+        raise NotFunctional(reason=f"it holds a {type(held).__name__}")
 
 
 def _refuse_modes(gm: GraphModule, values: Sequence[Any]) -> None:
@@ -305,7 +264,7 @@ def _refuse_aliases(values: Sequence[Any]) -> None:
             continue
         if value.layout != torch.strided or type(value).__name__ not in ("FakeTensor", "Tensor", "Parameter"):
             raise NotFunctional(reason=f"an input is a {type(value).__name__} of layout {value.layout}")
-        key = _memory(value)
+        key = memory(value)
         if key in seen:
             raise NotFunctional(reason="two inputs share memory")
         seen.add(key)

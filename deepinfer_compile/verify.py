@@ -165,20 +165,7 @@ def rule_writes(program: Program) -> Iterator[str]:
                     yield f"{name}: {node_text(node)} writes to {origin.name}, which is no cache"
 
 
-def rule_layout(program: Program) -> Iterator[str]:
-    """What a block hands to a block is contiguous, in the order of its dimensions: compiled blocks read it so."""
-    for call in program.calls():
-        for arg in call.args:
-            made = arg.args[0] if is_op(arg, operator.getitem) else arg  # type: ignore[union-attr]
-            if not isinstance(made, Node) or made.op != "call_module":
-                continue
-            index = arg.args[1] if made is not arg else 0  # type: ignore[union-attr]
-            val = output_values(program.blocks[str(made.target)])[index]  # type: ignore[index]
-            if isinstance(val, Tensor) and not _contiguous(val):
-                yield f"{made.target}: output {index} goes to {call.target} and is not contiguous"
-
-
-def _contiguous(val: Tensor) -> bool:
+def contiguous(val: Tensor) -> bool:
     """Whether a fake tensor is dense and in order, whatever its symbolic sizes are."""
     step: Any = 1
     for size, stride in zip(reversed(val.shape), reversed(val.stride())):
@@ -212,10 +199,24 @@ def fact_cached(program: Program) -> Iterator[str]:
                 yield f"{name}: {node_text(node)} reads no cache"
 
 
+def fact_lowered(program: Program) -> Iterator[str]:
+    """Fact.LOWERED: what a block hands to a block is contiguous, because compiled blocks read it so."""
+    for call in program.calls():
+        for arg in call.args:
+            made = arg.args[0] if is_op(arg, operator.getitem) else arg  # type: ignore[union-attr]
+            if not isinstance(made, Node) or made.op != "call_module":
+                continue
+            index = arg.args[1] if made is not arg else 0  # type: ignore[union-attr]
+            val = output_values(program.blocks[str(made.target)])[index]  # type: ignore[index]
+            if isinstance(val, Tensor) and not contiguous(val):
+                yield f"{made.target}: output {index} goes to {call.target} and is not contiguous"
+
+
 FACT_CHECKS: dict[Fact, Callable[[Program], Iterator[str]]] = {
     Fact.FUNCTIONAL: fact_functional,
     Fact.CANONICAL: fact_canonical,
     Fact.CACHED: fact_cached,
+    Fact.LOWERED: fact_lowered,
 }
 
 
@@ -231,7 +232,6 @@ def verify(program: Program, changed: frozenset[str], pass_name: str) -> None:
         rule_calls,
         rule_weights,
         rule_writes,
-        rule_layout,
         *(FACT_CHECKS[f] for f in program.facts if f in FACT_CHECKS),
     ):
         for problem in check(program):

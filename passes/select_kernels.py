@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.graph import Editor, is_op, target_name
+from deepinfer_compile.graph import Editor, is_op, target_name, tensor, value
 from deepinfer_compile.ops import OUTPUT_PROJECTION, find
 from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.runtime.interpret import resolve
+from deepinfer_compile.verify import contiguous
 
 A = torch.ops.aten
 
@@ -24,6 +26,7 @@ class SelectKernels:
 
     Before: `y = aten.linear(x, w); o = deepinfer.cached_attention(...)`
     After:  `y = deepinfer_cpu.linear(x, w, None); o = deepinfer_cpu.cached_attention(...)`
+    What a block gives is made contiguous (`clone`) where it is not: compiled blocks read their inputs so.
     Left alone: dialect ops without a kernel, which are compiled from their reference (a remark each), and plain ATen.
     `kernels` maps an op's name (`aten.linear`, `deepinfer.experts`) to the kernel op of the same meaning.
     """
@@ -48,6 +51,7 @@ class SelectKernels:
                     _bind(node, kernel)
             elif find(node.target) is not None:
                 ctx.miss(node, f"{target_name(node)} has no kernel here; compiled from its reference")
+        _lay_out(gm)
 
 
 def _split_projection(node: Node) -> Node:
@@ -58,6 +62,16 @@ def _split_projection(node: Node) -> Node:
     linear = edit.call(A.linear.default, picked, weight, bias)
     edit.replace(node, linear)
     return linear
+
+
+def _lay_out(gm: GraphModule) -> None:
+    """Copy outputs that are views into something else. This is no choice, so bisection cannot cap it."""
+    output = gm.graph.output_node()
+    edit = Editor(gm.graph, output)
+    for node in list(output.all_input_nodes):
+        if isinstance(value(node), Tensor) and not contiguous(tensor(node)):
+            copy = edit.call(A.clone.default, node, memory_format=torch.contiguous_format)
+            output.replace_input_with(node, copy)
 
 
 def _bind(node: Node, kernel: str) -> None:

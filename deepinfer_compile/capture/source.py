@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,11 +41,24 @@ def open_source(model: nn.Module | str | Path, dtype: str = "auto") -> ModelSour
 
 def _from_module(model: nn.Module, dtype: str) -> ModelSource:
     if dtype != "auto":
-        model = model.to(getattr(torch, dtype))
+        model = _in_type(model, getattr(torch, dtype))
     tensors = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
     tensors.update({n: b.detach() for n, b in model.named_buffers(remove_duplicate=False)})
     config = getattr(model, "config", None)
     return ModelSource(type(model).__name__, model, DictSource(tensors), {}, _context(config), _eos(config, {}))
+
+
+def _in_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The module if it computes in that type, else a copy that does: the caller's stays as it is.
+
+    Complex tensors stay complex; `Module.to` would drop their imaginary part.
+    """
+    held = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    if all(t.dtype == dtype for t in held):
+        return model
+    copied = copy.deepcopy(model)
+    copied._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return copied
 
 
 def _from_folder(folder: Path, dtype: str) -> ModelSource:

@@ -14,13 +14,14 @@ from deepinfer_compile.cli.check_environment import doctor
 from deepinfer_compile.cli.debug_passes import bisect, dump, replay
 from deepinfer_compile.cli.diff_bundles import diff
 from deepinfer_compile.cli.explain_model import explain
+from deepinfer_compile.cli.export_model import export
 from deepinfer_compile.cli.inspect_bundle import inspect
 from deepinfer_compile.cli.render_kernel import render
 from deepinfer_compile.cli.run_bundle import run
 from deepinfer_compile.cli.support_table import support
 from deepinfer_compile.cli.verify_bundle import verify
 
-COMMANDS = (build, run, inspect, verify, diff, explain, dump, replay, bisect, render, support, doctor)
+COMMANDS = (build, run, inspect, verify, diff, explain, dump, replay, bisect, render, export, support, doctor)
 
 app = typer.Typer(
     name="deepinfer-compile",

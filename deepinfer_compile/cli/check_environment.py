@@ -32,6 +32,7 @@ PACKAGES = (
 """Package, oldest version, whether nothing useful works without it, what its absence disables."""
 EXTRAS = (
     ("hf", ("transformers",), "building from Hugging Face folders, explain, replay, support, verify --against"),
+    ("onnx-runtime", ("onnxruntime",), "export --verify"),
     ("demo", ("gguf", "accelerate"), "make demo"),
     ("dev", ("pytest", "hypothesis", "ruff", "mypy"), "running the tests"),
 )

@@ -205,6 +205,7 @@ def test_doctor(cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DEEPINFER_COMPILE_CACHE", str(tmp_path / "file"))
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PATH", str(tmp_path))
     shown = cli("doctor")
     assert shown.exit_code == 0
     flat = " ".join(shown.stdout.split())

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import copy
 import importlib.metadata
+import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -218,7 +221,30 @@ def test_latent_caches_are_read_and_not_expanded() -> None:
         assert not [n for n in products if n.meta["val"].shape[-1] == 16 * width and n.meta["val"].numel() > 5 * 256]
 
 
-def test_unknown_options_are_errors() -> None:
-    compiled = torch.compile(nn.Linear(2, 2), backend=deepinfer, options={"fusion": True})
-    with pytest.raises(Exception, match="fusion"):
-        compiled(torch.zeros(1, 2))
+def test_options_and_modes() -> None:
+    """Inductor's go to Inductor; what neither knows is an error."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        for how in (
+            {"options": {"epilogue_fusion": False, "cpp.simdlen": 256}},
+            {"mode": "max-autotune-no-cudagraphs"},
+        ):
+            torch._dynamo.reset()
+            assert torch.allclose(torch.compile(model, backend=deepinfer, **how)(x), model(x), atol=1e-6)
+        for how in ({"options": {"fusion": True}}, {"mode": "fastest"}):
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match=r"fusion|fastest"):
+                torch.compile(model, backend=deepinfer, **how)(x)
+
+
+def test_torch_logs_say_what_happened() -> None:
+    code = (
+        "import torch; from torch import nn; from deepinfer_compile.backend import deepinfer;"
+        "m = nn.RMSNorm(8); c = torch.compile(m, backend=deepinfer); x = torch.ones(2, 8); c(x);"
+        "torch._dynamo.reset(); torch.set_grad_enabled(False); c(x)"
+    )
+    env = {**os.environ, "TORCH_LOGS": "deepinfer_compile.backend"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert "left to Inductor: autograd is recording" in done.stderr
+    assert "raise-rms-norm: 1 applied, 0 missed" in done.stderr

@@ -16,8 +16,9 @@ def test_graph_programs_equal_eager(name: str, tmp_path: Path) -> None:
     check_parity(models.make(name), tmp_path / "b", native=False, count=48)
 
 
+# gemma4_text hands parts of one rotary table from block to block
 @pytest.mark.parametrize(
-    "name", [n if n in NATIVE else pytest.param(n, marks=pytest.mark.slow) for n in models.CONFIGS]
+    "name", [n if n in NATIVE else pytest.param(n, marks=pytest.mark.slow) for n in (*models.CONFIGS, "gemma4_text")]
 )
 def test_native_programs_equal_eager(name: str, tmp_path: Path) -> None:
     check_parity(models.make(name), tmp_path / "b", native=True)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from deepinfer_compile.errors import GraphInvalid
+from deepinfer_compile.facts import Fact
 from deepinfer_compile.passes.cache_attention import CacheAttention
 from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.select_kernels import SelectKernels
+from deepinfer_compile.program import output_values
 from deepinfer_compile.targets.cpu import KERNELS as NAMES
+from deepinfer_compile.verify import contiguous, verify
 from tests import models
 from tests.cpu_library import load
 from tests.passes.harness import calls, check_equal, run_passes
@@ -36,3 +42,20 @@ def test_ops_without_a_kernel_are_reported() -> None:
     _, records = run_passes(model, Canonicalize(), CacheAttention(), SelectKernels(kernels=KERNELS[:2]))
     reasons = [r.reason for r in records[-1].remarks if r.kind == "missed"]
     assert reasons == ["deepinfer.experts has no kernel here; compiled from its reference"]
+
+
+@pytest.mark.parametrize("name", ["gptj", "gemma4_text"])
+def test_what_blocks_hand_on_is_contiguous(name: str) -> None:
+    """Both models hand parts of one table to their layers, and compiled layers take every input for contiguous."""
+    model = models.make(name)
+    program, _ = run_passes(model, Canonicalize(), CacheAttention())
+    assert any(not contiguous(v) for v in output_values(program.blocks["prefix"]))
+    lowered, _ = run_passes(model, SelectKernels(kernels=KERNELS), program=program)
+    assert all(contiguous(v) for gm in lowered.blocks.values() for v in output_values(gm))
+    check_equal(lowered, model, tol=5e-6, chunk=13)
+
+
+def test_lowered_blocks_that_hand_on_views_are_refused() -> None:
+    program, _ = run_passes(models.make("gptj"), Canonicalize(), CacheAttention())
+    with pytest.raises(GraphInvalid, match="prefix: output 1 goes to layer0 and is not contiguous"):
+        verify(replace(program, facts=program.facts | {Fact.LOWERED}), frozenset(), "test")

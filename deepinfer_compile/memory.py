@@ -1,0 +1,105 @@
+"""Where outputs lie in memory. A functional graph has values only, and a rewrite may drop or add a copy: here a graph
+gets back the sharing and the strides that Dynamo saw, or is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+
+from deepinfer_compile.errors import NotFunctional
+from deepinfer_compile.match import equal_size, same_sizes
+
+
+@dataclass(frozen=True)
+class Output:
+    """How an output lies in memory: in that of `home`, the first such of (inputs..., outputs...), or is `home` itself.
+
+    like: its shape, strides and dtype as Dynamo saw them; a functional trace has others after a write.
+    """
+
+    home: int
+    itself: bool
+    like: Tensor
+
+
+def memory(t: Tensor) -> int:
+    """What two tensors that share memory have in common."""
+    return int(t.untyped_storage()._cdata)
+
+
+def placed(results: Sequence[Any], seen: Sequence[Any], inputs: Sequence[Any], written: Sequence[int]) -> Any:
+    """An Output, or None for what is no tensor, for each of a functional trace's results.
+
+    seen: all inputs and results as Dynamo saw them; written: indices of inputs that the graph writes to.
+    Raises NotFunctional for sharing that cannot be kept.
+    """
+    return tuple(_placed(t, seen[len(inputs) + at], seen, inputs, written) for at, t in enumerate(results))
+
+
+def _placed(t: Any, like: Any, seen: Sequence[Any], inputs: Sequence[Any], written: Sequence[int]) -> Output | None:
+    if not isinstance(t, Tensor):
+        return None
+    if not isinstance(like, Tensor) or like.dtype != t.dtype or not same_sizes(like.shape, t.shape):
+        raise NotFunctional(reason="what Dynamo recorded of an output is not what it is")
+    home = next(i for i, other in enumerate(seen) if isinstance(other, Tensor) and memory(other) == memory(like))
+    out = Output(home, home < len(inputs) and inputs[home] is t, like)
+    if home < len(inputs) and not out.itself:
+        if home in written:
+            raise NotFunctional(reason="it returns a view of an input that it writes to")
+        if inputs[home].dtype != t.dtype:
+            raise NotFunctional(reason="it returns a view of an input in another dtype")
+    return out
+
+
+def settled(results: Sequence[Any], outputs: Sequence[Output | None], args: Sequence[Any]) -> list[Any]:
+    """The results where their outputs lie: those of other memory or other strides are copied, aliases stay aliases.
+
+    args: the inputs. Raises NotFunctional where an output should share memory and does not.
+    """
+    places = {i: memory(a) for i, a in enumerate(args) if isinstance(a, Tensor)}
+    return [_settled(result, out, args, places) for result, out in zip(results, outputs, strict=True)]
+
+
+def _settled(result: Any, out: Output | None, args: Sequence[Any], places: dict[int, int]) -> Any:
+    """places: the memory of every home so far, added to."""
+    if out is None:
+        return result
+    if out.itself:
+        return args[out.home]
+    held = memory(result)
+    if out.home in places:
+        if places[out.home] != held:
+            raise NotFunctional(reason="an output shares memory that the raised graph does not keep")
+        if not _lies_as(result, out.like):
+            raise NotFunctional(reason="an output lies in memory in a way that the raised graph does not keep")
+        # a view of a whole input is not the input itself: its shape may be changed without the input's
+        return torch.ops.aten.alias.default(result) if out.home < len(args) else result
+    if held in places.values() or not _lies_as(result, out.like):
+        result = _in_order(result, out.like)
+    places[out.home] = memory(result)
+    return result
+
+
+def _lies_as(t: Tensor, like: Tensor) -> bool:
+    """Equal strides, but for dimensions of one element or none, whose strides mean nothing."""
+    held = zip(t.stride(), like.stride(), like.shape, strict=True)
+    return all(equal_size(s, r) or equal_size(d, 1) or equal_size(d, 0) for s, r, d in held)
+
+
+def _in_order(result: Tensor, like: Tensor) -> Tensor:
+    """A copy whose dimensions lie in memory in the order of those of `like`, without gaps."""
+    steps = [s.node.hint or 0 if isinstance(s, SymInt) else s for s in like.stride()]
+    order = sorted(range(result.dim()), key=lambda d: (-steps[d], d))
+    if order == sorted(order):
+        copy = result.clone(memory_format=torch.contiguous_format)
+    else:
+        turned = result.permute(order).clone(memory_format=torch.contiguous_format)
+        copy = turned.permute([order.index(d) for d in range(result.dim())])
+    if not _lies_as(copy, like):
+        raise NotFunctional(reason="an output lies in memory in a way that the raised graph does not keep")
+    return copy
