@@ -27,7 +27,8 @@ KNOWN_REASONS = (
     "it calls _",
     "two inputs share memory",
     "it changes the shape or storage of an input",
-    "a rewrite changed how an output with gaps lies in memory",
+    "it returns a view of an input that it writes to",
+    "an output lies in memory in a way that the raised graph does not keep",
     "autograd is recording",
 )
 """What the backend may leave to Inductor. A pass that fails, or a graph that torch cannot trace, is none of them."""
