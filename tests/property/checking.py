@@ -62,16 +62,17 @@ def call(run: Callable[..., Any], module: nn.Module, arguments: dict[str, Any]) 
     flat, shape = pytree.tree_flatten(result)
     before = {**arguments, **dict(module.named_buffers(remove_duplicate=False)), **dict(module.named_parameters())}
     values = {**{f"result {i}": v for i, v in enumerate(flat)}, **before, "structure": str(shape)}
+    tensors = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.numel()}
     homes = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
-            homes[name] = tuple(n for n, v in before.items() if isinstance(v, Tensor) and _memory(v) == _memory(value))
+            homes[name] = tuple(n for n, v in tensors.items() if _memory(v) == _memory(value))
     memory = {f"memory of {n}": _all_of(v) for n, v in before.items() if isinstance(v, Tensor)}
     return Seen({**values, **memory}, homes)
 
 
 def _memory(t: Tensor) -> int:
-    return t.untyped_storage()._cdata if t.numel() else t.untyped_storage().data_ptr() or id(t)
+    return t.untyped_storage()._cdata
 
 
 def _all_of(t: Tensor) -> Tensor:

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from deepinfer_compile.presets import BACKEND, RAISE
 from tests.property.alone import ALONE, door_and_passes
-from tests.property.checking import check
+from tests.property.checking import Report, check
 from tests.property.patterns import PATTERNS
 from tests.property.writing import write
 
@@ -29,3 +33,17 @@ def test_passes_alone() -> None:
         program = write(70_000 + i, (pattern,), lines=3)
         check(program, door_and_passes(rewrites))
     assert all(rewrites[name] for name in ALONE), rewrites
+
+
+def test_a_mask_of_one_length() -> None:
+    """A graph traced for one length has a mask that cannot be tried at others: it stays an operand."""
+
+    def attend(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(5, 5).tril().flip(0).bool())
+
+    torch._dynamo.reset()
+    rewrites: Counter[str] = Counter()
+    q = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0))
+    run = torch.compile(attend, backend=door_and_passes(rewrites)(Report()), dynamic=False)
+    assert torch.allclose(run(q), attend(q), rtol=0, atol=1e-6)
+    assert rewrites["packed attention"] == 1
