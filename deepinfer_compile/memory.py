@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import SymInt, Tensor
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from deepinfer_compile.errors import NotFunctional
 from deepinfer_compile.match import equal_size, same_sizes
@@ -59,30 +61,51 @@ def _placed(t: Any, like: Any, seen: Sequence[Any], inputs: Sequence[Any], writt
 def settled(results: Sequence[Any], outputs: Sequence[Output | None], args: Sequence[Any]) -> list[Any]:
     """The results where their outputs lie: those of other memory or other strides are copied, aliases stay aliases.
 
-    args: the inputs. Raises NotFunctional where an output should share memory and does not.
+    args: the inputs. Raises NotFunctional where an output should share memory and cannot.
     """
-    places = {i: memory(a) for i, a in enumerate(args) if isinstance(a, Tensor)}
-    return [_settled(result, out, args, places) for result, out in zip(results, outputs, strict=True)]
+    places = {i: a for i, a in enumerate(args) if isinstance(a, Tensor)}
+    return [_settled(r, out, outputs, args, places) for r, out in zip(results, outputs, strict=True)]
 
 
-def _settled(result: Any, out: Output | None, args: Sequence[Any], places: dict[int, int]) -> Any:
-    """places: the memory of every home so far, added to."""
+def _settled(
+    result: Any, out: Output | None, outputs: Sequence[Output | None], args: Sequence[Any], places: dict[int, Tensor]
+) -> Any:
+    """places: the tensor that each home is, added to."""
     if out is None:
         return result
     if out.itself:
         return args[out.home]
-    held = memory(result)
-    if out.home in places:
-        if places[out.home] != held:
-            raise NotFunctional(reason="an output shares memory that the raised graph does not keep")
-        if not _lies_as(result, out.like):
-            raise NotFunctional(reason="an output lies in memory in a way that the raised graph does not keep")
+    base = places.get(out.home)
+    if base is None:
+        if any(memory(p) == memory(result) for p in places.values()) or not _lies_as(result, out.like):
+            result = _in_order(result, out.like)
+        places[out.home] = result
+        return result
+    if memory(base) == memory(result) and _lies_as(result, out.like):
         # a view of a whole input is not the input itself: its shape may be changed without the input's
         return torch.ops.aten.alias.default(result) if out.home < len(args) else result
-    if held in places.values() or not _lies_as(result, out.like):
-        result = _in_order(result, out.like)
-    places[out.home] = memory(result)
-    return result
+    first = outputs[out.home - len(args)] if out.home >= len(args) else None
+    if first is None or not _is_whole(first.like):
+        raise NotFunctional(reason="an output shares memory in a way that the raised graph does not keep")
+    return _view_like(base, out.like, args)
+
+
+def _is_whole(t: Tensor) -> bool:
+    """Whether there is nothing else in its memory, so that every other view of that is a view of it."""
+    return equal_size(t.untyped_storage().nbytes(), t.numel() * t.element_size())
+
+
+def _view_like(base: Tensor, like: Tensor, args: Sequence[Any]) -> Tensor:
+    """The view of `base`, which is all of its memory, that `like` is of what Dynamo saw in its place."""
+    held = [a for a in args if isinstance(a, SymInt)] + [d for a in args if isinstance(a, Tensor) for d in a.shape]
+    known = {d.node.expr: d for d in held if isinstance(d, SymInt) and d.node.expr.is_symbol}
+
+    def formed(size: int | SymInt) -> Any:
+        # sizes of another trace have no place in this one, their symbols do
+        return sympy_interp(PythonReferenceAnalysis, known, size.node.expr) if isinstance(size, SymInt) else size
+
+    start = formed(like.storage_offset()) + base.storage_offset()
+    return base.as_strided([formed(d) for d in like.shape], [formed(d) for d in like.stride()], start)
 
 
 def _lies_as(t: Tensor, like: Tensor) -> bool:

@@ -109,17 +109,27 @@ def close(want: Tensor, got: Tensor, exact: bool) -> bool:
     return torch.allclose(want.double(), got.double(), rtol=0, atol=tol, equal_nan=True)
 
 
-def check(program: Program, backend: Callable[[Report], Callable[..., Any]] = eager_door, exact: bool = True) -> Report:
-    """Two calls on the same arguments and one at other sizes are those of eager, or AssertionError says where not."""
+def check(
+    program: Program,
+    backend: Callable[[Report], Callable[..., Any]] = eager_door,
+    exact: bool = True,
+    reference: str = "",
+) -> Report:
+    """Two calls on the same arguments and one at other sizes are those of eager, or AssertionError says where not.
+
+    reference: a backend of torch.compile whose results are wanted in place of eager's.
+    """
     torch._dynamo.reset()
     report = Report()
     module = program.module()
     calls = [program.arguments(0, module), program.arguments(1, module)]
     ours, our_calls = copy.deepcopy((module, calls))
-    compiled = torch.compile(ours, backend=backend(report), dynamic=program.dynamic, fullgraph=True)
+    how = {"dynamic": program.dynamic, "fullgraph": True}
+    wanted = torch.compile(module, backend=reference, **how) if reference else module
+    compiled = torch.compile(ours, backend=backend(report), **how)
     with torch.set_grad_enabled(program.grad):
         for which in (0, 0, 1):
-            want = call(module, module, calls[which])
+            want = call(wanted, module, calls[which])
             got = call(compiled, ours, our_calls[which])
             found = list(differences(want, got, exact and not report.rewritten))
             assert not found, f"call {which}: {'; '.join(found)}\n{program}"

@@ -97,6 +97,29 @@ def test_strides_survive_rewrites() -> None:
     assert raised(report) == [{"rms_norm": 1}]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_views_of_what_a_rewrite_moved(dynamic: bool) -> None:
+    """The norm is copied into the order that eager has; what else looks into it looks into the copy."""
+
+    def norm(m: Held, a: Tensor) -> Any:
+        y = F.rms_norm(a, (8,), m.weight, 1e-5)
+        return y, y[None], y[1:].transpose(0, 1), y
+
+    given, other = x(3, 8, 2).transpose(1, 2), x(4, 8, 3).transpose(1, 2)
+    for p in raised(same(norm, (given,), (other,), dynamic=dynamic)):
+        assert p == {"rms_norm": 1}
+    assert raised(same(lambda m, a: (lambda y: (y, y[..., None]))(a.clone()), (x(1, 4).expand(3, 4),))) == [{}]
+
+
+def test_a_part_of_memory_and_all_of_it() -> None:
+    def norm(m: Held, a: Tensor) -> Any:
+        y = F.rms_norm(a, (8,), m.weight, 1e-5)
+        return y[1:], y
+
+    (left,) = same(norm, (x(3, 8, 2).transpose(1, 2),)).left
+    assert left.endswith("an output shares memory in a way that the raised graph does not keep")
+
+
 @pytest.mark.parametrize("ambient", [False, True])
 def test_autocast_is_left(ambient: bool) -> None:
     def inside(m: Held, a: Tensor) -> Tensor:

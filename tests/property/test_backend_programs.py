@@ -29,7 +29,7 @@ KNOWN_REASONS = (
     "it changes the shape or storage of an input",
     "it returns a view of an input that it writes to",
     "an output lies in memory in a way that the raised graph does not keep",
-    "an output shares memory that the raised graph does not keep",
+    "an output shares memory in a way that the raised graph does not keep",
     "it writes to an input whose elements share memory",
     "autograd is recording",
 )
