@@ -18,7 +18,8 @@ from deepinfer_compile.backend import Prepared, prepare
 from tests.property.programs import Program
 
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 3e-2}
-"""Of the largest value, absolute, where a pattern was rewritten. Everything else must be equal to the bit."""
+"""Of the largest value, absolute, where a pattern was rewritten. Everything else must be equal to the bit. What was
+computed from values in a narrower dtype is held to that one's."""
 
 
 @dataclass
@@ -79,8 +80,8 @@ def _all_of(t: Tensor) -> Tensor:
     return torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())  # type: ignore[call-overload]
 
 
-def differences(want: Seen, got: Seen, exact: bool) -> Iterator[str]:
-    """What differs, in words."""
+def differences(want: Seen, got: Seen, exact: bool, through: torch.dtype = torch.float32) -> Iterator[str]:
+    """What differs, in words. through: the narrowest dtype that values may have had on the way."""
     if list(want.values) != list(got.values):
         yield f"{list(got.values)} in place of {list(want.values)}"
         return
@@ -94,18 +95,18 @@ def differences(want: Seen, got: Seen, exact: bool) -> Iterator[str]:
             yield f"{name} is {b.dtype} {tuple(b.shape)}, was {a.dtype} {tuple(a.shape)}"
         elif not check_significant_strides(a, b)[0]:
             yield f"{name} has strides {b.stride()}, had {a.stride()}"
-        elif not close(a, b, exact):
+        elif not close(a, b, exact, through):
             yield f"{name} differs by {(a.double() - b.double()).abs().max()}"
         elif a.numel() and want.homes.get(name) != got.homes.get(name):
             yield f"{name} lies in the memory of {got.homes.get(name)}, lay in that of {want.homes.get(name)}"
 
 
-def close(want: Tensor, got: Tensor, exact: bool) -> bool:
-    """Equal to the bit, or within the tolerance of the dtype."""
+def close(want: Tensor, got: Tensor, exact: bool, through: torch.dtype = torch.float32) -> bool:
+    """Equal to the bit, or within the tolerance of the narrower of two dtypes: its own and that of what it is from."""
     if exact or not want.is_floating_point():
         return torch.equal(want, got) or (want.is_floating_point() and torch.equal(want.nan_to_num(), got.nan_to_num()))
     largest = want.double().nan_to_num().abs().max().clamp(min=1.0).item() if want.numel() else 1.0
-    tol = TOLERANCES[want.dtype] * largest
+    tol = max(TOLERANCES[want.dtype], TOLERANCES[through]) * largest
     return torch.allclose(want.double(), got.double(), rtol=0, atol=tol, equal_nan=True)
 
 
@@ -124,6 +125,7 @@ def check(
     module = program.module()
     calls = [program.arguments(0, module), program.arguments(1, module)]
     ours, our_calls = copy.deepcopy((module, calls))
+    through = torch.bfloat16 if "bfloat16" in str(program) else torch.float32
     how = {"dynamic": program.dynamic, "fullgraph": True}
     wanted = torch.compile(module, backend=reference, **how) if reference else module
     compiled = torch.compile(ours, backend=backend(report), **how)
@@ -131,7 +133,7 @@ def check(
         for which in (0, 0, 1):
             want = call(wanted, module, calls[which])
             got = call(compiled, ours, our_calls[which])
-            found = list(differences(want, got, exact and not report.rewritten))
+            found = list(differences(want, got, exact and not report.rewritten, through))
             assert not found, f"call {which}: {'; '.join(found)}\n{program}"
     return report
 
