@@ -20,7 +20,7 @@ from tests.property.patterns import PATTERNS, Pattern
 from tests.property.programs import Program
 from tests.property.writing import write
 
-FAST, CHUNK, ALL = 15, 25, 2000
+FAST, CHUNK, ALL = 5, 25, 2000
 totals: Counter[str] = Counter()
 KNOWN_REASONS = (
     "as_strided reads memory",

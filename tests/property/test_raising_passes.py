@@ -17,7 +17,7 @@ from tests.property.checking import Report, check
 from tests.property.patterns import PATTERNS
 from tests.property.writing import write
 
-SOME = [p for i, p in enumerate(PATTERNS) if i % 13 == 0 or p.name in ("latent ", "experts by_stack")]
+SOME = [p for i, p in enumerate(PATTERNS) if i % 19 == 0 or p.name in ("latent ", "experts by_stack")]
 
 
 def test_every_raising_pass_of_the_presets_is_here() -> None:
