@@ -30,9 +30,11 @@ from deepinfer_compile.errors import (
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.functional import Functional, functional, given, trace, with_writes, write_out_constants
 from deepinfer_compile.inline import Inliner
+from deepinfer_compile.kernel_ops import Rendered
 from deepinfer_compile.passbase import Pass
 from deepinfer_compile.pipeline import Pipeline, Record
 from deepinfer_compile.program import Program
+from deepinfer_compile.targets import device_limits
 
 log = logging.getLogger("deepinfer_compile.backend")
 counters: collections.Counter[str] = collections.Counter()
@@ -138,15 +140,18 @@ def _raised(gm: GraphModule, chosen: dict[str, Any]) -> Prepared:
         log.info("%s: %d applied, %d missed", record.name, record.count("applied"), record.count("missed"))
     (block,) = program.blocks.values()
     kernels = _kernels(values) if chosen["kernels"] else {}
+    rendered = _rendered(values) if chosen["kernels"] else None
     (call,) = program.calls()
     order = [n.name for n in form.gm.graph.nodes if n.op == "placeholder"]
     read = [order.index(hole.name) for hole in call.args]  # type: ignore[union-attr]  # inputs nobody reads are gone
 
     def run(*args: Any) -> Any:
-        return Inliner(block, kernels).run(*(args[i] for i in read))
+        return Inliner(block, kernels, rendered).run(*(args[i] for i in read))
 
     inlined = trace(with_writes(run, form), values)
     write_out_constants(inlined)
+    if rendered is not None:
+        _report(rendered)
     found = collections.Counter(op.name for n in block.graph.nodes if (op := ops.find(n.target)) is not None)
     counters["raised"] += 1
     counters.update({f"op: {name}": count for name, count in found.items()})
@@ -183,6 +188,19 @@ def _kernels(values: Sequence[Any]) -> dict[str, Any]:
         return {}
     library = getattr(torch.ops, namespace)
     return {op.split(".")[1]: getattr(library, kernel).default for op, kernel in KERNELS}
+
+
+def _rendered(values: Sequence[Any]) -> Rendered | None:
+    """Kernels rendered for the one GPU that everything is on, or None."""
+    devices = {v.device for v in values if isinstance(v, Tensor) and v.device.type != "cpu"}
+    limits = device_limits(devices.pop()) if len(devices) == 1 else None
+    return Rendered(limits) if limits is not None else None
+
+
+def _report(rendered: Rendered) -> None:
+    counters.update({f"kernel: {name}": count for name, count in rendered.used.items()})
+    for reason, count in rendered.left.items():
+        log.info("no kernel for %d call(s) of %s", count, reason)
 
 
 def _like(gm: GraphModule, source: GraphModule, holes: Sequence[Any]) -> GraphModule:

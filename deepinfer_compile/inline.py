@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 
 from deepinfer_compile import ops
+from deepinfer_compile.kernel_ops import Rendered
 from deepinfer_compile.match import equal_size
 from deepinfer_compile.ops.attention import masked_softmax, visibility
 from deepinfer_compile.ops.registry import wide
@@ -104,11 +105,12 @@ FORMS: dict[str, Callable[..., Any]] = {"attention": attention, "latent_attentio
 
 
 class Inliner(Interpreter):
-    """Runs a raised block with each dialect op in its form for Inductor. kernels: op name -> kernel overload."""
+    """Runs a raised block with each dialect op in its form for Inductor. kernels: op name -> kernel overload.
+    rendered: kernels made for each call, which come first."""
 
-    def __init__(self, gm: GraphModule, kernels: dict[str, Any]) -> None:
+    def __init__(self, gm: GraphModule, kernels: dict[str, Any], rendered: Rendered | None = None) -> None:
         super().__init__(gm)
-        self.kernels = kernels
+        self.kernels, self.rendered = kernels, rendered
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         op = ops.find(target)
@@ -117,6 +119,9 @@ class Inliner(Interpreter):
             if kernel is not None and not kwargs and args[1].numel() * args[1].element_size() >= KERNEL_BYTES:
                 return kernel(args[0], args[1], args[2] if len(args) > 2 else None)
             return super().call_function(target, args, kwargs)
+        made = self.rendered.call(op, args, kwargs) if self.rendered is not None else None
+        if made is not None:
+            return made
         if op is ops.EXPERTS:
             kernel = self.kernels.get("experts", op.overload) if _fits_kernel(args) else op.overload
             return kernel(*args, **kwargs)

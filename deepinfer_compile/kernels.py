@@ -39,6 +39,7 @@ C = TypeVar("C")
 TRITON_POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
+    torch.bool: "*i1",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import SymInt, Tensor
 from torch.fx import Node
+from torch.fx.node import map_aggregate
 
 from deepinfer_compile.graph import is_op, target_name, value
 from deepinfer_compile.match import CASTS
@@ -93,18 +94,31 @@ class Concrete:
     def _operand(self, node: Node) -> Any:
         return self.given[node] if node in self.given else torch.empty(self.shape(node), dtype=value(node).dtype)
 
+    def _here(self, item: Any) -> Any:
+        """What stands for an operand: values are on the CPU, wherever the graph runs."""
+        if isinstance(item, Node):
+            return self._operand(item)
+        return torch.device("cpu") if isinstance(item, torch.device) else item
+
     def _call(self, node: Node) -> Any:
         if node.op != "call_function":
             raise NearMiss(f"it depends on {node.op} {node.name}")
         held = value(node)
         if isinstance(held, Tensor) and torch.Size(self.shape(node)).numel() > LIMIT_ELEMENTS:
             raise NearMiss(f"{node.name} is too large to evaluate")
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._operand)
+        args, kwargs = map_aggregate((node.args, node.kwargs), self._here)  # type: ignore[misc]
         try:
             with torch.no_grad():
-                return node.target(*args, **kwargs)  # type: ignore[operator]
+                return _run(node.target, args, kwargs)
         except (RuntimeError, IndexError, ValueError, TypeError) as err:
             raise NearMiss(f"{target_name(node)} does not evaluate: {str(err).splitlines()[0]}") from err
+
+
+def _run(target: Any, args: Any, kwargs: Any) -> Any:
+    """A call on the CPU, which counts whole numbers as floating ones only."""
+    if target is A.histc.default and not args[0].is_floating_point():
+        return target(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+    return target(*args, **kwargs)
 
 
 def ancestors(node: Node, stops: Sequence[Node] = ()) -> Iterator[Node]:

@@ -7,7 +7,10 @@ if __name__ != "deepinfer_compile.targets":
         "import deepinfer_compile.targets; 'targets' at the repository root is the same package by another name"
     )
 
+import torch
+
 from deepinfer_compile.errors import UnknownTarget
+from deepinfer_compile.kernels import Limits
 from deepinfer_compile.targets.base import Target
 from deepinfer_compile.targets.cpu import CPU
 from deepinfer_compile.targets.nvidia import SM90, SM100
@@ -20,3 +23,11 @@ def get_target(name: str) -> Target:
     if name not in TARGETS:
         raise UnknownTarget(name=name, known=", ".join(sorted(TARGETS)))
     return TARGETS[name]
+
+
+def device_limits(device: torch.device) -> Limits | None:
+    """The data of the target that a GPU of this machine is, or None if it is none of ours."""
+    if device.type != "cuda":
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    return next((t.limits for t in (SM90, SM100) if t.capability == capability), None)

@@ -4,7 +4,8 @@ A kernel record in a bundle holds one `LaunchPlan`. Grids, buffer shapes and sca
 sizes and strides of the operands, so one plan serves every batch, memory can be planned before anything runs, and a
 launcher needs no code of the template. An expression is a whole number or a tuple: ("size", operand, dimension),
 ("stride", operand, dimension) in elements, or (operator, a, b) with an operator of `OPERATORS`. Dimensions count from
-the end if negative.
+the end if negative. The stride of a dimension of size 1 is 0: no step is ever taken along it, and what a tensor has
+there may be anything.
 
 What the code was compiled to rely on (types, packed dimensions, divisibility) is checked here, at the call, by name.
 """
@@ -99,7 +100,9 @@ def evaluate(expr: Expr, tensors: Mapping[str, Any]) -> int:
     head, a, b = expr
     if head in ("size", "stride"):
         tensor = tensors[a]
-        return int(tensor.shape[b] if head == "size" else tensor.stride(b))
+        if head == "size":
+            return int(tensor.shape[b])
+        return 0 if tensor.shape[b] == 1 else int(tensor.stride(b))
     return OPERATORS[head](evaluate(a, tensors), evaluate(b, tensors))
 
 

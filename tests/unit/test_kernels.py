@@ -280,6 +280,15 @@ def test_plans_are_evaluated_on_operands() -> None:
     check_operands("k", PLAN, {**tensors, "x": torch.ones(1, 1, 5, 4)})
 
 
+def test_a_single_row_may_lie_anywhere() -> None:
+    """Its stride is what `alignment` does not count, so no promise can depend on it."""
+    x = torch.ones(8)[:4].as_strided((1, 4), (7, 1))
+    assert alignment(x) == 16
+    assert values_of("k", PLAN.launches[0], {"x": x}) == [x, 0]
+    assert evaluate(("stride", "x", 0), {"x": x.expand(3, 4)}) == 0
+    assert evaluate(("stride", "x", -2), {"x": torch.ones(2, 4)}) == 4
+
+
 @pytest.mark.parametrize(
     ("x", "match"),
     [

@@ -1,0 +1,203 @@
+"""Kernels as torch operators, for graphs that Inductor compiles: the same rendered source that bundles hold.
+
+A kernel with its Params and Config becomes one `torch.library.triton_op`: torch sees the launches, so it plans their
+memory, records them in CUDA graphs and compiles them once. The source is a file of the build cache, where a person can
+read it and a profiler finds it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepinfer_compile import ops
+from deepinfer_compile.artifacts import cached
+from deepinfer_compile.kernels import AnySpec, Call, Limits, Refused, render_kernel, specs
+from deepinfer_compile.ops.registry import Op
+from deepinfer_compile.runtime.launch import Buffer, Expr, Launch, LaunchPlan
+
+NAMESPACE = "deepinfer_kernels"
+OURS = ("latent_attention", "experts", "route")
+"""Operations whose kernels beat what Inductor makes of them; the others it fuses with their neighbours."""
+DIALECT = "triton"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel for calls of one operation. overload: takes the tensors of `operands` in order, gives the results."""
+
+    overload: Any
+    operands: tuple[str, ...]
+
+
+class Rendered:
+    """Calls of dialect operations as calls of kernels, for one device. used, left: how many, and why not, by name."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.used: Counter[str] = Counter()
+        self.left: Counter[str] = Counter()
+
+    def call(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The results of a call in decode, or None where no kernel takes it."""
+        if op.name not in OURS:
+            return None
+        names = [a.name for a in op.overload._schema.arguments]
+        given = dict.fromkeys(names) | dict(zip(names, args)) | dict(kwargs)
+        if op is ops.LATENT_ATTENTION and given["mask"] is not None:
+            given["mask"] = _expanded(given["mask"], given["q_nope"])
+        found = self._kernel(op, given)
+        if isinstance(found, Refused):
+            self.left[f"{op.name}: {found.reason}"] += 1
+            return None
+        self.used[op.name] += 1
+        made = found.overload(*(given[name] for name in found.operands))
+        wanted = op.fake(*given.values())
+        if isinstance(wanted, tuple):
+            return tuple(t.view(w.shape) for t, w in zip(made, wanted, strict=True))
+        return made.view(wanted.shape)
+
+    def _kernel(self, op: Op, given: Mapping[str, Any]) -> Kernel | Refused:
+        call = Call(op, given, "decode")
+        reasons = []
+        for spec in specs():
+            if spec.op is op and DIALECT in spec.sources:
+                params = spec.bind(call)
+                if not isinstance(params, Refused):
+                    return operator(spec, params, spec.default(params, self.limits, _tokens(op, given)))
+                reasons.append(params.reason)
+        return Refused("; ".join(reasons) or "no kernel template computes it")
+
+
+def _expanded(mask: Tensor, q_nope: Tensor) -> Tensor:
+    """A mask as the kernel reads it: [B, 1 or H, T, S]."""
+    while mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    return mask.expand(q_nope.shape[0], -1, q_nope.shape[2], -1)
+
+
+def _tokens(op: Op, given: Mapping[str, Any]) -> int:
+    """How many new tokens a call has, where that varies as many as in the call that was traced."""
+    first = given[op.overload._schema.arguments[0].name]
+    sizes = (first.shape[0], first.shape[2]) if op is ops.LATENT_ATTENTION else first.shape[:-1]
+    return prod(int(n.node.hint if isinstance(n, torch.SymInt) else n) for n in sizes)
+
+
+_MADE: dict[str, Kernel] = {}
+"""Operators of this process by name."""
+
+
+def operator(spec: AnySpec, params: Any, config: Any) -> Kernel:
+    """The operator of a kernel, defined once in this process."""
+    text = render_kernel(spec, params, config, DIALECT)
+    name = f"{spec.op.name}_{sha256(text.encode()).hexdigest()[:12]}"
+    if name not in _MADE:
+        plan = spec.plan(params, config)
+        operands = tuple(o.name for o in plan.operands)
+        run = _runner(_load(text), plan, operands)
+        op: Any = torch.library.triton_op(f"{NAMESPACE}::{name}", run, mutates_args=set(spec.op.mutates))
+        op.register_fake(lambda *given: _results(plan, dict(zip(operands, given, strict=True))))
+        _MADE[name] = Kernel(getattr(getattr(torch.ops, NAMESPACE), name).default, operands)
+    return _MADE[name]
+
+
+def _load(text: str) -> ModuleType:
+    """The rendered source as a module. Triton reads the text of a function from the module's file."""
+
+    def write(folder: Path) -> None:
+        (folder / "kernel.py").write_text(text)
+
+    folder = cached({"kind": "rendered-kernel", "source": text}, write)
+    name = f"deepinfer_rendered_{sha256(text.encode()).hexdigest()[:16]}"
+    found = importlib.util.spec_from_file_location(name, folder / "kernel.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def _runner(module: ModuleType, plan: LaunchPlan, names: Sequence[str]) -> Callable[..., Any]:
+    """What the operator does: allocate, and launch in order."""
+
+    def run(*operands: Tensor) -> Any:
+        tensors = dict(zip(names, operands, strict=True))
+        for buffer in (*plan.results, *plan.scratch):
+            tensors[buffer.name] = _allocate(buffer, tensors)
+        for launch in plan.launches:
+            _launch(module, launch, tensors)
+        return _one_or_all(tuple(tensors[b.name] for b in plan.results))
+
+    # torch reads the operator's schema from here
+    one = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    takes = [inspect.Parameter(name, one, annotation=Tensor) for name in names]
+    gives = Tensor if len(plan.results) == 1 else tuple[(Tensor,) * len(plan.results)]  # type: ignore[misc]
+    run.__signature__ = inspect.Signature(takes, return_annotation=gives)  # type: ignore[attr-defined]
+    return run
+
+
+def jit_launches(
+    spec: AnySpec, params: Any, config: Any, operands: Mapping[str, Tensor]
+) -> list[tuple[str, Callable[[], None]]]:
+    """The launches of one call by entry, each of which can be run again and again: to measure with."""
+    module = _load(render_kernel(spec, params, config, DIALECT))
+    plan = spec.plan(params, config)
+    tensors = dict(operands)
+    for buffer in (*plan.results, *plan.scratch):
+        tensors[buffer.name] = _allocate(buffer, tensors)
+    return [(launch.entry, partial(_launch, module, launch, tensors)) for launch in plan.launches]
+
+
+def _launch(module: ModuleType, launch: Launch, tensors: Mapping[str, Tensor]) -> None:
+    grid = tuple(_value(e, tensors) for e in launch.grid)
+    values = {
+        a.name: tensors[a.value] if isinstance(a.value, str) else _value(a.value, tensors) for a in launch.arguments
+    }
+    torch.library.wrap_triton(getattr(module, launch.entry))[grid](**values, **launch.options)
+
+
+def _results(plan: LaunchPlan, tensors: Mapping[str, Tensor]) -> Any:
+    return _one_or_all(tuple(_allocate(b, tensors) for b in plan.results))
+
+
+def _one_or_all(results: tuple[Tensor, ...]) -> Any:
+    return results[0] if len(results) == 1 else results
+
+
+def _allocate(buffer: Buffer, tensors: Mapping[str, Tensor]) -> Tensor:
+    shape = [_value(e, tensors) for e in buffer.shape]
+    device = next(iter(tensors.values())).device
+    return torch.empty(shape, dtype=getattr(torch, buffer.dtype), device=device)
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lambda a, b: a + b,
+    "mul": lambda a, b: a * b,
+    "cdiv": lambda a, b: -(-a // b),
+    "min": torch.sym_min,
+    "max": torch.sym_max,
+}
+
+
+def _value(expr: Expr, tensors: Mapping[str, Tensor]) -> Any:
+    """A plan's expression over sizes that may be symbolic."""
+    if isinstance(expr, int):
+        return expr
+    head, a, b = expr
+    if head in ("size", "stride"):
+        return tensors[a].shape[b] if head == "size" else tensors[a].stride(b)
+    return _OPERATORS[head](_value(a, tensors), _value(b, tensors))
