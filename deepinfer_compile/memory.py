@@ -14,7 +14,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from deepinfer_compile.errors import NotFunctional
-from deepinfer_compile.match import equal_size, same_sizes
+from deepinfer_compile.match import equal_size, expr, same_sizes
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ def _settled(
 
 def _is_whole(t: Tensor) -> bool:
     """Whether there is nothing else in its memory, so that every other view of that is a view of it."""
-    return equal_size(t.untyped_storage().nbytes(), t.numel() * t.element_size())
+    # as expressions: arithmetic on sizes of Dynamo's trace would be recorded in this one
+    return equal_size(t.untyped_storage().nbytes(), expr(t.numel()) * t.element_size())
 
 
 def _view_like(base: Tensor, like: Tensor, args: Sequence[Any]) -> Tensor:

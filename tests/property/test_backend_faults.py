@@ -111,6 +111,22 @@ def test_views_of_what_a_rewrite_moved(dynamic: bool) -> None:
     assert raised(same(lambda m, a: (lambda y: (y, y[..., None]))(a.clone()), (x(1, 4).expand(3, 4),))) == [{}]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_view_that_was_written_through(dynamic: bool) -> None:
+    """Functional, the view is no view any more of what it was written to."""
+
+    def attend(m: Held, a: Tensor) -> Any:
+        parts = F.linear(a, m.weight.repeat(10)[:, None].expand(80, 24)).split([48, 16, 16], -1)
+        q, k, v = (p.view(*a.shape[:2], -1, 8).transpose(1, 2) for p in parts)
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        rows = y.unfold(-1, 2, 2)
+        rows.mul_(2)
+        return y, rows
+
+    for p in raised(same(attend, (x(2, 5, 24),), (x(4, 7, 24),), dynamic=dynamic)):
+        assert p == {"attention": 1}
+
+
 def test_a_part_of_memory_and_all_of_it() -> None:
     def norm(m: Held, a: Tensor) -> Any:
         y = F.rms_norm(a, (8,), m.weight, 1e-5)
