@@ -120,8 +120,9 @@ def test_a_view_that_was_written_through(dynamic: bool) -> None:
         q, k, v = (p.view(*a.shape[:2], -1, 8).transpose(1, 2) for p in parts)
         y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         rows = y.unfold(-1, 2, 2)
+        twice = y * 2
         rows.mul_(2)
-        return y, rows
+        return twice, y, rows
 
     for p in raised(same(attend, (x(2, 5, 24),), (x(4, 7, 24),), dynamic=dynamic)):
         assert p == {"attention": 1}
