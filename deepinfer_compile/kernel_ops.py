@@ -162,6 +162,21 @@ def jit_launches(
     return [(launch.entry, partial(_launch, module, launch, tensors)) for launch in plan.launches]
 
 
+def compile_launches(spec: AnySpec, params: Any, config: Any, operands: Mapping[str, Tensor]) -> None:
+    """Compile every launch of a call into Triton's cache. operands: may be on the meta device."""
+    module = _load(render_kernel(spec, params, config, DIALECT))
+    plan = spec.plan(params, config)
+    tensors = dict(operands)
+    for buffer in (*plan.results, *plan.scratch):
+        tensors[buffer.name] = _allocate(buffer, tensors)
+    for launch in plan.launches:
+        # the compiler needs a pointer's type alone; what torch allocates is aligned
+        values = [
+            tensors[a.value].dtype if isinstance(a.value, str) else _value(a.value, tensors) for a in launch.arguments
+        ]
+        getattr(module, launch.entry).warmup(*values, grid=(1,), **launch.options)
+
+
 def _launch(module: ModuleType, launch: Launch, tensors: Mapping[str, Tensor]) -> None:
     grid = tuple(_value(e, tensors) for e in launch.grid)
     values = {
