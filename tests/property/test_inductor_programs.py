@@ -14,7 +14,11 @@ from tests.property.test_backend_programs import program_of
 
 FAST = (2, 6, 9, 13, 16, 18, 19, 22, 27, 25, 4, 7)
 """Small graphs with a norm, a rotation, an activation, attention, a router or nothing in them."""
-INDUCTORS_OWN = {111: "a flattened view of a written input that begins inside its memory"}
+INDUCTORS_OWN = {
+    111: "a flattened view of a written input that begins inside its memory",
+    166: "a copy of a buffer that was written to lies in the buffer",
+    183: "a flattened view of a written input with steps in it",
+}
 """Programs that Inductor alone gets wrong: they are compared with Inductor in place of eager."""
 
 
