@@ -119,6 +119,27 @@ def test_the_same_model_gives_the_same_bytes(llama: Any, bundle: Path, tmp_path:
     assert b"/tmp/" not in text
 
 
+def test_routers_and_experts_have_kernels_in_every_program(tmp_path: Path) -> None:
+    dc.build(
+        models.make("deepseek_v3", num_hidden_layers=2, first_k_dense_replace=1), tmp_path / "moe", target="nvidia-sm90"
+    )
+    files = read_bundle(tmp_path / "moe")
+    variant = files.manifest.variants["nvidia-sm90"]
+    found: dict[str, set[str]] = {}
+    entries: dict[str, set[str]] = {}
+    for path in variant["blocks"].values():
+        for program, block in files.json(path)["programs"].items():
+            for entry in block["kernels"].values():
+                found.setdefault(entry["op"], set()).add(program)
+                for _, name in entry["choices"]:
+                    record = files.json(variant["kernels"][name])
+                    entries.setdefault(entry["op"], set()).update(n["entry"] for n in record["plan"]["launches"])
+            assert not {"deepinfer.route", "deepinfer.experts"} & {e["op"] for e in block["left"].values()}
+    assert found["deepinfer.route"] == found["deepinfer.experts"] == {"prefill", "decode", "verify"}
+    assert entries["deepinfer.experts"] == {"count", "place", "up", "down", "combine"}
+    assert entries["deepinfer.route"] == {"route"}
+
+
 def test_inspect_shows_kernels_and_what_is_left(bundle: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(bundle)])
     assert done.exit_code == 0, done.output

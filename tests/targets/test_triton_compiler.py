@@ -13,7 +13,7 @@ import pytest
 
 from deepinfer_compile.bundle import jsonio
 from deepinfer_compile.errors import NativeBuildFailed
-from deepinfer_compile.kernels import AnySpec, Case, render_stamp, specs
+from deepinfer_compile.kernels import AnySpec, Case, fields_of, render_stamp, specs
 from deepinfer_compile.runtime.launch import plan_from_json
 from deepinfer_compile.targets import triton_compiler
 from deepinfer_compile.targets.nvidia import SM90, SM100, NvidiaTarget
@@ -48,7 +48,7 @@ def elf_architecture(data: bytes) -> tuple[int, int]:
     return machine, flags >> 8 & 0xFF if data[8] >= 8 else flags & 0xFF
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "cached_attention"])
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "cached_attention", "experts", "route"])
 def test_typical_cubins_are_for_the_architecture_and_fit(op: str, hopper: TritonCompiler) -> None:
     wanted = kernel(op, "typical")
     folder = hopper.compile(wanted)
@@ -57,7 +57,7 @@ def test_typical_cubins_are_for_the_architecture_and_fit(op: str, hopper: Triton
     assert (record["triton"], record["target"], record["op"]) == (TRITON, "nvidia-sm90", op)
     plan = plan_from_json(record["plan"], RECORD)
     assert plan == wanted.plan
-    assert record["config"]["num_warps"] == wanted.config.num_warps
+    assert record["config"] == fields_of(wanted.config)
     assert len(record["binaries"]) == len(plan.launches)
     for launch, binary in zip(plan.launches, record["binaries"]):
         data = (folder / binary["file"]).read_bytes()
