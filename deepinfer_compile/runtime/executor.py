@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deepinfer_compile.errors import BundleCorrupt, WeightMismatch
 from deepinfer_compile.runtime.batch import CacheGroup, StepInput
+from deepinfer_compile.runtime.kernel_blocks import StepState
 
 Runner = Callable[[list[Any]], Sequence[Any]]
 """Takes a block's inputs in order, gives its outputs in order."""
@@ -124,12 +125,13 @@ class BundleExecutor:
         max_model_len: int,
         crossover: float,
         device: torch.device,
+        state: StepState,
     ) -> None:
         self.programs = dict(programs)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.crossover = crossover
-        self.device = device
+        self.device, self.state = device, state
         self.groups = tuple(self._group(g, window) for g, window in enumerate(windows))
         self.allocated: dict[str, Tensor] = {}
 
@@ -159,7 +161,8 @@ class BundleExecutor:
 
     def step(self, inputs: StepInput) -> Tensor:
         """Run the program that fits; logits f32[N, vocab]."""
-        name = self.choose(inputs.input_ids.shape[0], inputs.seq_len.shape[0])
+        self.state.tokens = inputs.input_ids.shape[0]
+        name = self.choose(self.state.tokens, inputs.seq_len.shape[0])
         given = {
             "input_ids": inputs.input_ids.unsqueeze(0),
             "position_ids": inputs.position_ids.unsqueeze(0),
@@ -172,4 +175,5 @@ class BundleExecutor:
             given[f"block_table_{g}"] = meta.block_table
             given[f"slot_{g}"] = meta.slot
         with torch.no_grad():
-            return self.programs[name].run(given).float()
+            there = {key: held.to(self.device, non_blocking=True) for key, held in given.items()}
+            return self.programs[name].run(there).float().cpu()

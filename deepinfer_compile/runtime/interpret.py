@@ -84,13 +84,23 @@ TYPES: dict[str, type] = {"dtype": torch.dtype, "layout": torch.layout, "memory_
 
 
 class GraphFunction:
-    """A stored graph as a callable of its inputs in order; values are freed after their last use."""
+    """A stored graph as a callable of its inputs in order; values are freed after their last use.
 
-    def __init__(self, graph: Mapping[str, Any], file: str = "graph") -> None:
+    replaced: other functions for some nodes, by name. device: where values are made that the graph makes on its own.
+    """
+
+    def __init__(
+        self,
+        graph: Mapping[str, Any],
+        file: str = "graph",
+        replaced: Mapping[str, Callable[..., Any]] | None = None,
+        device: str = "",
+    ) -> None:
         self.file = file
-        self.nodes: list[dict[str, Any]] = list(graph["nodes"])
+        self.nodes: list[dict[str, Any]] = [_moved(n, device) for n in graph["nodes"]] if device else graph["nodes"]
         self.inputs = [n["name"] for n in self.nodes if n["op"] == "input"]
-        self.calls = [(n, resolve(n["target"], file)) for n in self.nodes if n["op"] == "call"]
+        other = replaced or {}
+        self.calls = [(n, other.get(n["name"]) or resolve(n["target"], file)) for n in self.nodes if n["op"] == "call"]
         self.output = next((n["args"][0] for n in self.nodes if n["op"] == "output"), None)
         if self.output is None:
             raise BundleCorrupt(file=file, reason="the graph has no output")
@@ -108,6 +118,17 @@ class GraphFunction:
                 for name in dead:
                     env.pop(name, None)
         return decode(self.output, env, self.file)
+
+
+def _moved(arg: Any, device: str) -> Any:
+    """A stored node or argument with another device for every one that it names."""
+    if isinstance(arg, list):
+        return [_moved(a, device) for a in arg]
+    if isinstance(arg, dict):
+        if arg.keys() == {"device"}:
+            return {"device": device}
+        return {key: _moved(held, device) for key, held in arg.items()}
+    return arg
 
 
 def references(arg: Any) -> set[str]:

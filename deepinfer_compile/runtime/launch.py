@@ -106,10 +106,15 @@ def evaluate(expr: Expr, tensors: Mapping[str, Any]) -> int:
     return OPERATORS[head](evaluate(a, tensors), evaluate(b, tensors))
 
 
+def buffer_shape(buffer: Buffer, tensors: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of a buffer for the given operands."""
+    return tuple(evaluate(e, tensors) for e in buffer.shape)
+
+
 def buffer_bytes(buffer: Buffer, tensors: Mapping[str, Any]) -> int:
     """How much memory a buffer takes for the given operands."""
     itemsize: int = getattr(torch, buffer.dtype).itemsize
-    return prod(evaluate(e, tensors) for e in buffer.shape) * itemsize
+    return prod(buffer_shape(buffer, tensors)) * itemsize
 
 
 def check_operands(kernel: str, plan: LaunchPlan, tensors: Mapping[str, Tensor]) -> None:

@@ -15,6 +15,7 @@ from deepinfer_compile.bundle import BundleFiles, Checkpoint, read_bundle, reloa
 from deepinfer_compile.errors import BadOption, BadRequest, BundleCorrupt, ContextTooLong, MissingWeight, WrongTarget
 from deepinfer_compile.runtime.executor import BundleExecutor, ProgramRunner, Runner
 from deepinfer_compile.runtime.interpret import GraphFunction
+from deepinfer_compile.runtime.kernel_blocks import KernelRunner, StepState, kernel_block
 from deepinfer_compile.runtime.llm import LLM
 from deepinfer_compile.runtime.native import load_kernels, processor_flags
 from deepinfer_compile.runtime.stored import Stored, block_file, read_programs
@@ -77,7 +78,7 @@ def load(
         codec,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        memory_bytes=int(free_memory() * memory_fraction),
+        memory_bytes=int(free_memory(executor.device) * memory_fraction),
         max_model_len=max_model_len,
         eos_token_ids=eos,
     )
@@ -96,7 +97,8 @@ def open_executor(
     stored = stored or read_programs(files)
     variant = _variant(files, target, native)
     weights: Mapping[str, Tensor] = files.weights(checkpoint)
-    runners = _Runners(files, stored, variant)
+    device = _device(variant)
+    runners = _Runners(files, stored, variant, device)
     programs: dict[str, ProgramRunner] = {}
     held: dict[str, Tensor] = {}
     for name, data in stored.programs.items():
@@ -104,8 +106,9 @@ def open_executor(
         for spec in data["weights"].values():
             if spec["tensor"] not in weights:
                 raise MissingWeight(tensor=spec["tensor"], where=file)
-            held.setdefault(spec["tensor"], weights[spec["tensor"]])
-        bound = {block: runners.get(digest) for block, digest in data["blocks"].items()}
+            if spec["tensor"] not in held:
+                held[spec["tensor"]] = weights[spec["tensor"]].to(device)
+        bound = {block: runners.get(digest, name) for block, digest in data["blocks"].items()}
         programs[name] = ProgramRunner(data, bound, held, file)
     model = files.manifest.model
     executor = BundleExecutor(
@@ -114,7 +117,8 @@ def open_executor(
         int(model["vocab_size"]),
         int(model["max_model_len"]),
         float(model["crossover"]),
-        torch.device("cpu"),
+        device,
+        runners.state,
     )
     return executor, held
 
@@ -144,7 +148,7 @@ def _refusal(name: str, variants: Mapping[str, Mapping[str, Any]]) -> WrongTarge
     """Why this machine cannot run a native variant, or None."""
     requires = variants[name]["requires"]
     if requires.get("device", "cpu") != "cpu":
-        return _refuse_device(name, variants)
+        return None if _has_device(requires) else _refuse_device(name, variants)
     found = {
         "torch": ".".join(torch.__version__.split(".")[:2]),
         "abi": torch.compiled_with_cxx11_abi(),
@@ -160,18 +164,35 @@ def _refusal(name: str, variants: Mapping[str, Mapping[str, Any]]) -> WrongTarge
     return WrongTarget(built_for=requires["isa"], found=f"a processor without {missing}", fix=fix)
 
 
+def _has_device(requires: Mapping[str, Any]) -> bool:
+    """Whether torch can use the device that a variant was built for. Raises MissingExtra where only a package lacks."""
+    if requires["device"] != "cuda" or not torch.cuda.is_available():
+        return False
+    if list(torch.cuda.get_device_capability()) != list(requires.get("capability", ())):
+        return False
+    from deepinfer_compile.runtime.cubins import cuda_core
+
+    cuda_core()
+    return True
+
+
 def _refuse_device(name: str, variants: Mapping[str, Mapping[str, Any]]) -> WrongTarget:
-    """Why this version cannot run a variant for an accelerator: it is not there, is another one, or has no launcher."""
+    """That this machine cannot run a variant for an accelerator: it is not there, or is another one."""
     requires = variants[name]["requires"]
     device, wanted = requires["device"], ".".join(map(str, requires.get("capability", ())))
     found = f"no {device} device that torch can use"
     if device == "cuda" and torch.cuda.is_available():
         have = ".".join(map(str, torch.cuda.get_device_capability()))
         found = f"a {device} device of capability {have}"
-        found += ", which this version does not run programs on" if have == wanted else ""
     others = [other for other, v in variants.items() if v["requires"].get("device", "cpu") == "cpu" and v["native"]]
     fix = f"load(target={others[0]!r})" if others else "load(native=False)"
     return WrongTarget(built_for=f"{name}, a {device} device of capability {wanted}", found=found, fix=fix)
+
+
+def _device(variant: Mapping[str, Any] | None) -> torch.device:
+    """Where a variant runs."""
+    kind = variant["requires"].get("device", "cpu") if variant is not None else "cpu"
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.cuda.current_device())
 
 
 def missing_flags(requires: Mapping[str, Any]) -> str:
@@ -187,37 +208,66 @@ def missing_flags(requires: Mapping[str, Any]) -> str:
 
 
 class _Runners:
-    """Block runners by block hash, each made once."""
+    """Block runners, each made once."""
 
-    def __init__(self, files: BundleFiles, stored: Stored, variant: dict[str, Any] | None) -> None:
-        self.files, self.stored, self.variant = files, stored, variant
-        self.made: dict[str, Runner] = {}
+    def __init__(
+        self, files: BundleFiles, stored: Stored, variant: dict[str, Any] | None, device: torch.device
+    ) -> None:
+        self.files, self.stored, self.variant, self.device = files, stored, variant, device
+        self.made: dict[tuple[str, str], Runner] = {}
+        self.kernels: dict[str, KernelRunner] = {}
+        self.state = StepState()
         for library in variant["libraries"] if variant else ():
             load_kernels(files.path(library))
 
-    def get(self, digest: str) -> Runner:
-        if digest not in self.made:
-            self.made[digest] = self._native(digest) if self.variant else self._graph(digest)
-        return self.made[digest]
+    def get(self, digest: str, program: str) -> Runner:
+        """What runs a block, by its hash, in one program."""
+        of = program if self.variant is not None and self.variant["requires"].get("device", "cpu") != "cpu" else ""
+        if (digest, of) not in self.made:
+            if self.variant is None:
+                self.made[digest, of] = self._graph(digest)
+            else:
+                self.made[digest, of] = self._kernels(digest, program) if of else self._native(digest)
+        return self.made[digest, of]
 
-    def _native(self, digest: str) -> Runner:
+    def _file(self, digest: str) -> str:
         assert self.variant is not None
-        file = self.variant["blocks"].get(digest)
+        file: str | None = self.variant["blocks"].get(digest)
         if file is None:
             raise BundleCorrupt(file="manifest.json", reason=f"no native code for block {digest[:12]}")
+        return file
+
+    def _native(self, digest: str) -> Runner:
         # the loader class itself, not torch._inductor's wrapper, which would import the compiler
-        package = torch._C._aoti.AOTIModelPackageLoader(str(self.files.path(file)), "model", False, 1, -1)
+        path = str(self.files.path(self._file(digest)))
+        package = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
         run: Runner = package.boxed_run
         return run
 
+    def _kernels(self, digest: str, program: str) -> Runner:
+        graph, path = self.stored.graphs[digest], self._file(digest)
+        return _all_results(kernel_block(self.files, path, program, graph, self._kernel, self.state, str(self.device)))
+
+    def _kernel(self, name: str, where: str) -> KernelRunner:
+        from deepinfer_compile.runtime.cubins import Cubin
+
+        assert self.variant is not None
+        if name not in self.variant["kernels"]:
+            raise BundleCorrupt(file=where, reason=f"it names the kernel {name[:80]!r}, which the manifest does not")
+        if name not in self.kernels:
+            self.kernels[name] = Cubin(self.files, self.variant["kernels"][name], self.device)
+        return self.kernels[name]
+
     def _graph(self, digest: str) -> Runner:
-        function = GraphFunction(self.stored.graphs[digest], block_file(digest))
+        return _all_results(GraphFunction(self.stored.graphs[digest], block_file(digest)))
 
-        def run(values: list[Any]) -> tuple[Any, ...]:
-            out = function(*values)
-            return out if isinstance(out, tuple) else (out,)
 
-        return run
+def _all_results(function: GraphFunction) -> Runner:
+    def run(values: list[Any]) -> tuple[Any, ...]:
+        out = function(*values)
+        return out if isinstance(out, tuple) else (out,)
+
+    return run
 
 
 def _codec(files: BundleFiles) -> TextCodec | None:
@@ -232,8 +282,10 @@ def _codec(files: BundleFiles) -> TextCodec | None:
     )
 
 
-def free_memory() -> int:
-    """Bytes that can be allocated without swapping."""
+def free_memory(device: torch.device | None = None) -> int:
+    """Bytes that can be allocated: on a GPU, or in memory without swapping."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -159,7 +159,9 @@ def _shared_bytes(params: Params, config: Config) -> int:
     """An upper estimate of on-chip memory of attend: the query tile, the weights, and latent rows in flight."""
     row = _tile(params.latent) + _tile(params.rope)
     tile = config.block_m * (row + config.block_n)
-    return (tile + config.num_stages * config.block_n * row) * params.dtype.itemsize
+    # tiles of 64 rows go to units that read shared memory themselves, so a stage more is kept there
+    in_flight = config.num_stages if config.block_m >= 64 else max(1, config.num_stages - 1)
+    return (tile + in_flight * config.block_n * row) * params.dtype.itemsize
 
 
 def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
@@ -191,21 +193,23 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
     for block_m in (64, 32, 16):
         programs = requests * -(-rows // block_m)
         if block_m <= _tile(rows) and (programs * MOST_PIECES >= limits.cores or block_m == SMALLEST_TILE):
-            found = _fitting(params, limits, block_m, min(MOST_PIECES, _two(max(1, limits.cores // programs))), tokens)
+            found = _fitting(params, limits, block_m, programs, tokens)
             if found is not None:
                 return found
     raise ValueError(f"no tile of {params} fits {limits.shared_bytes} bytes")
 
 
-def _fitting(params: Params, limits: Limits, block_m: int, pieces: int, tokens: int) -> Config | None:
-    """The largest block of keys that is legal for a tile."""
+def _fitting(params: Params, limits: Limits, block_m: int, programs: int, tokens: int) -> Config | None:
+    """The largest block of keys that is legal for a tile, and pieces that fill every core's memory once."""
     sides = _sides(params, tokens)
     for block_n, stages, warps in product((64, 32, 16), (2, 1), (8, 4, 2, 1)):
         if warps == 8 and block_m < 64:
             continue
-        config = Config(block_m, block_n, pieces, warps, stages, **sides)
+        config = Config(block_m, block_n, 1, warps, stages, **sides)
         if _is_legal(params, config, limits):
-            return config
+            together = min(2, limits.shared_bytes // _shared_bytes(params, config))
+            pieces = _two(max(1, together * limits.cores // programs))
+            return replace(config, pieces=min(MOST_PIECES, pieces))
     return None
 
 

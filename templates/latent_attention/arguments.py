@@ -51,7 +51,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     scratch = [Buffer("queries", name, (tokens, params.heads, params.latent))]
     if params.mask == "bool":
         grid = ("add", requests, grid)
-        scratch.append(Buffer("span", "int32", (requests, 2)))
+        scratch.append(Buffer("span", "int32", (requests, 4)))
     scratch.append(Buffer("mid", name, (tokens, params.heads, params.latent)))
     part = (tokens, params.heads, config.pieces, params.latent)
     merge: list[Launch] = []

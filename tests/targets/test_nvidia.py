@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 import deepinfer_compile as dc
 from deepinfer_compile.bundle import read_bundle
 from deepinfer_compile.cli import app
-from deepinfer_compile.errors import BundleCorrupt, TargetUnavailable, WrongTarget
+from deepinfer_compile.errors import BundleCorrupt, MissingExtra, TargetUnavailable, WrongTarget
 from deepinfer_compile.graphjson import from_json, to_json
 from deepinfer_compile.kernels import call_of, render_stamp
 from deepinfer_compile.runtime.launch import check_operands, plan_from_json
@@ -175,13 +176,22 @@ def test_bnd_3_without_a_gpu_the_variant_is_refused_and_graphs_still_run(llama: 
     assert bundle_tokens(llm, given, 4) == [eager_tokens(llama, given[0], 4)]
 
 
-@pytest.mark.parametrize(("have", "words"), [((8, 0), "of capability 8.0"), ((9, 0), "does not run programs on")])
-def test_bnd_3_another_gpu_is_named(
-    have: tuple[int, int], words: str, bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: have)
-    with pytest.raises(WrongTarget, match=words):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+
+def test_bnd_3_another_gpu_is_named(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_gpu(monkeypatch, (8, 0))
+    with pytest.raises(WrongTarget, match=r"of capability 8\.0"):
+        dc.load(bundle, target="nvidia-sm90")
+
+
+def test_the_right_gpu_without_the_launcher_names_the_extra(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_gpu(monkeypatch, (9, 0))
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    with pytest.raises(MissingExtra, match=r"deepinfer-compile\[nvidia\]"):
         dc.load(bundle, target="nvidia-sm90")
 
 

@@ -1,0 +1,112 @@
+"""A block some of whose nodes have kernels: node by node, a kernel where there is one, else the graph's operation.
+
+Which kernel a node gets depends on how many tokens a step has. Everything is checked when the bundle is opened: that
+the graph is the block's own, that kernels exist and that their nodes call operations of the dialect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from deepinfer_compile import ops
+from deepinfer_compile.bundle import BundleFiles
+from deepinfer_compile.errors import BundleCorrupt
+from deepinfer_compile.ops.registry import Op
+from deepinfer_compile.runtime.interpret import GraphFunction, resolve
+from deepinfer_compile.runtime.stored import Malformed, anything, items, record, table, text, whole
+
+_BINARY = record(
+    {"file": text, "symbol": text, "shared_bytes": whole(), "threads": whole(1), "hidden_pointers": whole()},
+    closed=False,
+)
+_RECORD = record({"kernel": text, "plan": anything, "binaries": items(_BINARY, 1)}, closed=False)
+_NODE = record({"op": text, "kernel": text, "choices": items(anything, 1)})
+_BLOCK = record(
+    {"graph": anything, "programs": table(record({"kernels": table(_NODE), "left": anything}))}, closed=False
+)
+
+
+class KernelRunner(Protocol):
+    """Something that computes one operation."""
+
+    def __call__(self, operands: Mapping[str, Tensor], results: Sequence[Tensor]) -> None:
+        """Fill contiguous results; operands by schema name."""
+        ...
+
+
+@dataclass
+class StepState:
+    """What the step that runs now is like. tokens: new tokens in it."""
+
+    tokens: int = 0
+
+
+def kernel_record(files: BundleFiles, path: str) -> dict[str, Any]:
+    """A kernel's record, of the right form. Raises BundleCorrupt."""
+    found: dict[str, Any] = files.json(path)
+    _checked(_RECORD, found, path)
+    return found
+
+
+def kernel_block(
+    files: BundleFiles,
+    path: str,
+    program: str,
+    graph: Mapping[str, Any],
+    kernel: Callable[[str, str], KernelRunner],
+    state: StepState,
+    device: str,
+) -> GraphFunction:
+    """A block of one program. graph: as the bundle's programs store it. kernel: (name, file) -> what runs it."""
+    block = files.json(path)
+    _checked(_BLOCK, block, path)
+    if program not in block["programs"] or block["graph"] != graph:
+        raise BundleCorrupt(file=path, reason=f"it is not the block that program {program!r} calls")
+    targets = {n["name"]: n["target"] for n in graph["nodes"] if n["op"] == "call"}
+    replaced = {}
+    for name, entry in block["programs"][program]["kernels"].items():
+        op = ops.find(resolve(targets[name], path)) if name in targets else None
+        if op is None:
+            raise BundleCorrupt(file=path, reason=f"node {name[:80]!r} calls no operation that kernels compute")
+        choices = [(_upto(c, path), kernel(c[1], path)) for c in entry["choices"]]
+        if choices[-1][0] is not None:
+            raise BundleCorrupt(file=path, reason=f"node {name[:80]!r} has no kernel for any number of tokens")
+        replaced[name] = _call(op, choices, state)
+    return GraphFunction(graph, path, replaced, device)
+
+
+def _upto(choice: Any, path: str) -> int | None:
+    """The largest number of tokens that a choice is for."""
+    fits = isinstance(choice, list) and len(choice) == 2 and isinstance(choice[1], str)
+    if not fits or not (choice[0] is None or (type(choice[0]) is int and choice[0] > 0)):
+        raise BundleCorrupt(file=path, reason=f"{str(choice)[:80]!r} is no choice of a kernel")
+    upto: int | None = choice[0]
+    return upto
+
+
+def _checked(form: Callable[[Any, str], None], value: Any, path: str) -> None:
+    try:
+        form(value, "the file")
+    except Malformed as error:
+        raise BundleCorrupt(file=path, reason=str(error)) from None
+
+
+def _call(op: Op, choices: Sequence[tuple[int | None, KernelRunner]], state: StepState) -> Callable[..., Any]:
+    """The operation, computed by the kernel for the tokens of the step."""
+    names = [a.name for a in op.overload._schema.arguments]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kernel = next(k for upto, k in choices if upto is None or state.tokens <= upto)
+        given = dict(zip(names, args)) | kwargs
+        made = op.fake(*args, **kwargs)  # on real operands: memory of the right shape
+        kernel(
+            {name: held for name, held in given.items() if isinstance(held, Tensor)},
+            made if isinstance(made, tuple) else (made,),
+        )
+        return made
+
+    return call
