@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -114,6 +114,14 @@ def _with_frees(calls: list[tuple[Runner, list[int], list[int]]], output: int, i
     return done[::-1]
 
 
+class DecodeSteps(Protocol):
+    """Something that runs decode steps faster."""
+
+    def run(self, given: Mapping[str, Tensor]) -> Tensor | None:
+        """Logits of a step, or None where it does not run it."""
+        ...
+
+
 class BundleExecutor:
     """The `Executor` of a loaded bundle."""
 
@@ -126,12 +134,14 @@ class BundleExecutor:
         crossover: float,
         device: torch.device,
         state: StepState,
+        graphs: Callable[[ProgramRunner], DecodeSteps] | None = None,
     ) -> None:
         self.programs = dict(programs)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.crossover = crossover
-        self.device, self.state = device, state
+        self.device, self.state, self.make_graphs = device, state, graphs
+        self.graphs: DecodeSteps | None = None
         self.groups = tuple(self._group(g, window) for g, window in enumerate(windows))
         self.allocated: dict[str, Tensor] = {}
 
@@ -152,6 +162,7 @@ class BundleExecutor:
         for program in self.programs.values():
             for name, held in self.allocated.items():
                 program.bind(name, held)
+        self.graphs = self.make_graphs(self.programs["decode"]) if self.make_graphs is not None else None
 
     def choose(self, tokens: int, requests: int) -> str:
         """decode: one token a request. verify: few. prefill: more than the crossover between the attention forms."""
@@ -175,5 +186,8 @@ class BundleExecutor:
             given[f"block_table_{g}"] = meta.block_table
             given[f"slot_{g}"] = meta.slot
         with torch.no_grad():
+            made = self.graphs.run(given) if self.graphs is not None and name == "decode" else None
+            if made is not None:
+                return made.float().cpu()
             there = {key: held.to(self.device, non_blocking=True) for key, held in given.items()}
             return self.programs[name].run(there).float().cpu()

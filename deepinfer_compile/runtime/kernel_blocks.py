@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from deepinfer_compile import ops
 from deepinfer_compile.bundle import BundleFiles
@@ -77,6 +79,22 @@ def kernel_block(
             raise BundleCorrupt(file=path, reason=f"node {name[:80]!r} has no kernel for any number of tokens")
         replaced[name] = _call(op, choices, state)
     return GraphFunction(graph, path, replaced, device)
+
+
+WAITING = ("cached_attention", "cached_latent_attention", "experts")
+"""Operations whose references read sizes back from the device."""
+
+
+def waits(function: GraphFunction) -> bool:
+    """Whether some call of a block waits for the device, so that it cannot be captured in a CUDA graph."""
+    return any(
+        ((op := ops.find(target)) is not None and op.name in WAITING)
+        or (isinstance(target, OpOverload) and bool(DYNAMIC & set(target.tags)))
+        for _, target in function.calls
+    )
+
+
+DYNAMIC = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def _upto(choice: Any, path: str) -> int | None:

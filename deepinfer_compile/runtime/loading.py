@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from torch import Tensor
 import deepinfer_compile.ops  # noqa: F401  (graphs name the dialect's operations)
 from deepinfer_compile.bundle import BundleFiles, Checkpoint, read_bundle, reload_into
 from deepinfer_compile.errors import BadOption, BadRequest, BundleCorrupt, ContextTooLong, MissingWeight, WrongTarget
-from deepinfer_compile.runtime.executor import BundleExecutor, ProgramRunner, Runner
+from deepinfer_compile.runtime.executor import BundleExecutor, DecodeSteps, ProgramRunner, Runner
 from deepinfer_compile.runtime.interpret import GraphFunction
-from deepinfer_compile.runtime.kernel_blocks import KernelRunner, StepState, kernel_block
+from deepinfer_compile.runtime.kernel_blocks import KernelRunner, StepState, kernel_block, waits
 from deepinfer_compile.runtime.llm import LLM
 from deepinfer_compile.runtime.native import load_kernels, processor_flags
 from deepinfer_compile.runtime.stored import Stored, block_file, read_programs
@@ -119,6 +119,7 @@ def open_executor(
         float(model["crossover"]),
         device,
         runners.state,
+        runners.graphs(int(model["max_model_len"])),
     )
     return executor, held
 
@@ -217,6 +218,7 @@ class _Runners:
         self.made: dict[tuple[str, str], Runner] = {}
         self.kernels: dict[str, KernelRunner] = {}
         self.state = StepState()
+        self.waiting: set[str] = set()
         for library in variant["libraries"] if variant else ():
             load_kernels(files.path(library))
 
@@ -246,7 +248,10 @@ class _Runners:
 
     def _kernels(self, digest: str, program: str) -> Runner:
         graph, path = self.stored.graphs[digest], self._file(digest)
-        return _all_results(kernel_block(self.files, path, program, graph, self._kernel, self.state, str(self.device)))
+        made = kernel_block(self.files, path, program, graph, self._kernel, self.state, str(self.device))
+        if waits(made):
+            self.waiting.add(program)
+        return _all_results(made)
 
     def _kernel(self, name: str, where: str) -> KernelRunner:
         from deepinfer_compile.runtime.cubins import Cubin
@@ -257,6 +262,14 @@ class _Runners:
         if name not in self.kernels:
             self.kernels[name] = Cubin(self.files, self.variant["kernels"][name], self.device)
         return self.kernels[name]
+
+    def graphs(self, max_model_len: int) -> Callable[[ProgramRunner], DecodeSteps] | None:
+        """What captures decode steps, where every operation that waits for the device has a kernel."""
+        if self.device.type != "cuda" or "decode" in self.waiting:
+            return None
+        from deepinfer_compile.runtime.cuda_graphs import DecodeGraphs
+
+        return lambda program: DecodeGraphs(program, self.device, max_model_len)
 
     def _graph(self, digest: str) -> Runner:
         return _all_results(GraphFunction(self.stored.graphs[digest], block_file(digest)))

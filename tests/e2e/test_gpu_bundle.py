@@ -1,0 +1,79 @@
+"""Bundles for a GPU on the GPU of this machine: eager's tokens for every architecture, with and without graphs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deepinfer_compile as dc
+from deepinfer_compile.runtime.cuda_graphs import LADDER, bucket_of
+from deepinfer_compile.targets import TARGETS, nvidia
+from tests import models
+from tests.e2e.parity import bundle_tokens, eager_tokens, prompts
+
+LENGTHS = (5, 1, 17, 64, 65, 3, 130)
+COUNT = 24
+
+
+def here() -> str:
+    """The target that this GPU is."""
+    have = torch.cuda.get_device_capability()
+    return next(name for name, t in TARGETS.items() if isinstance(t, nvidia.NvidiaTarget) and t.capability == have)
+
+
+def test_every_number_of_requests_has_the_smallest_graph_that_holds_it() -> None:
+    assert list(LADDER) == sorted(set(LADDER))
+    for requests in range(1, LADDER[-1] + 1):
+        size = bucket_of(requests)
+        assert size is not None
+        assert size >= requests
+        assert not [other for other in LADDER if requests <= other < size]
+    assert bucket_of(LADDER[-1] + 1) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_tokens_equal_eager(name: str, tmp_path: Path) -> None:
+    model = models.make(name)
+    dc.build(model, tmp_path / "bundle", target=here())
+    given = prompts(lengths=LENGTHS)
+    llm: Any = dc.load(tmp_path / "bundle", target=here(), max_num_seqs=5)
+    assert bundle_tokens(llm, given, COUNT) == [eager_tokens(model, p, COUNT) for p in given]
+    graphs = llm.engine.executor.graphs
+    print(name, "graphs of", sorted(graphs.captured) if graphs is not None else None)
+
+
+SCRIPT = """
+import json, sys
+sys.modules["triton"] = None
+import deepinfer_compile as dc
+from deepinfer_compile.runtime.params import SamplingParams
+llm = dc.load(sys.argv[1], target=sys.argv[2])
+given = json.loads(sys.argv[3])
+made = llm.generate(given, SamplingParams(temperature=0.0, max_tokens=int(sys.argv[4]), ignore_eos=True))
+print(json.dumps([list(m.outputs[0].token_ids) for m in made]))
+"""
+
+
+@pytest.mark.gpu
+def test_a_bundle_from_another_machine_runs_without_triton() -> None:
+    """GPU_BUNDLES names a folder of bundles, each with the tokens that it must give: {"prompts", "tokens"}."""
+    folder = os.environ.get("GPU_BUNDLES")
+    if folder is None:
+        pytest.skip("GPU_BUNDLES names no bundles")
+    found = sorted(Path(folder).glob("*.bundle"))
+    assert found
+    for bundle in found:
+        wanted = json.loads(bundle.with_suffix(".json").read_text())
+        count = str(len(wanted["tokens"][0]))
+        command = [sys.executable, "-c", SCRIPT, str(bundle), here(), json.dumps(wanted["prompts"]), count]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert json.loads(done.stdout.splitlines()[-1]) == wanted["tokens"], bundle.name
