@@ -10,20 +10,29 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.fx import Graph, GraphModule
+from torch import SymFloat, Tensor, nn
+from torch.fx import Graph, GraphModule, Node
 
 from deepinfer_compile import ops
-from deepinfer_compile.errors import BadOption, CompileError, NoCompiler, TargetUnavailable, UnknownOption
+from deepinfer_compile.errors import (
+    BadOption,
+    CompileError,
+    GraphInvalid,
+    NoCompiler,
+    PassFailed,
+    TargetUnavailable,
+    UnknownOption,
+)
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.functional import Functional, functional, trace, with_writes
+from deepinfer_compile.functional import Functional, functional, given, trace, with_writes, write_out_constants
 from deepinfer_compile.inline import Inliner
 from deepinfer_compile.kernel_ops import Rendered
 from deepinfer_compile.passbase import Pass
-from deepinfer_compile.pipeline import Pipeline
+from deepinfer_compile.pipeline import Pipeline, Record
 from deepinfer_compile.program import Program
 from deepinfer_compile.targets import device_limits
 
@@ -36,28 +45,49 @@ DEFAULTS: dict[str, Any] = {"raise": True, "pipeline": None, "kernels": True}
 """The backend's own options."""
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A graph for Inductor. ran: the dialect ops in it, counted. left: why it is Dynamo's graph itself, or nothing."""
+
+    gm: GraphModule
+    ran: dict[str, int] = field(default_factory=dict)
+    records: tuple[Record, ...] = ()
+    left: str = ""
+
+
 def deepinfer(
     gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph.
 
-    mode: one of Inductor's. options: `raise` (default True) runs the passes, `pipeline` replaces them (a sequence of
-    passes), `kernels` (default True) uses our native kernels where the graph runs on the CPU; Inductor's own options
-    are passed on to it. Raises UnknownOption, BadOption.
+    mode: one of Inductor's. options: those of `prepare`; Inductor's own are passed on to it.
+    Raises UnknownOption, BadOption.
     """
     chosen, patches = _options(options or {}, mode)
+    prepared = prepare(gm, chosen)
+    compiled = _inductor(prepared.gm, example_inputs, patches)
+    return _counted(compiled, prepared.ran) if prepared.ran else compiled
+
+
+def prepare(gm: GraphModule, options: dict[str, Any] | None = None) -> Prepared:
+    """What Inductor is to compile in place of a Dynamo graph: inputs, outputs and side effects are the same.
+
+    options: `raise` (default True) runs the passes, `pipeline` replaces them (a sequence of passes), `kernels` (default
+    True) uses our native kernels where the graph runs on the CPU.
+    """
+    chosen = {**DEFAULTS, **(options or {})}
     reason = "" if chosen["raise"] else "raise=False"
     reason = reason or _under_autograd(gm)
+    ours = False
     if not reason:
         try:
-            graph, ran = _raised(gm, chosen)
+            return _raised(gm, chosen)
         except CompileError as err:
             reason = str(err).splitlines()[0]
-        else:
-            return _counted(_inductor(graph, example_inputs, patches), ran)
+            ours = isinstance(err, (PassFailed, GraphInvalid))
     counters[f"left: {reason}"] += 1
-    log.info("left to Inductor: %s", reason)
-    return _inductor(gm, example_inputs, patches)
+    log.log(logging.WARNING if ours else logging.INFO, "left to Inductor: %s", reason)
+    return Prepared(gm, left=reason)
 
 
 def _options(options: dict[str, Any], mode: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -101,23 +131,14 @@ def _counted(compiled: Callable[..., Any], ran: dict[str, int]) -> Callable[...,
     return run
 
 
-def _raised(gm: GraphModule, chosen: dict[str, Any]) -> tuple[GraphModule, dict[str, int]]:
-    """The graph in ATen again, after the passes, and its dialect ops. Raises CompileError where they do not apply."""
-    holes = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    # the placeholders' own fake values: example inputs hold real tensors, which would get symbols of their own
-    values = [n.meta["example_value"] for n in holes]
-    form = functional(gm, values)
-    for node, held in zip((n for n in form.gm.graph.nodes if n.op == "placeholder"), values, strict=True):
-        if isinstance(held, nn.Parameter):
-            node.meta["weight"] = node.name
+def _raised(gm: GraphModule, chosen: dict[str, Any]) -> Prepared:
+    """The graph in ATen again, after the passes. Raises CompileError where they do not apply."""
+    holes, values, form = captured(gm)
     passes = chosen["pipeline"] if chosen["pipeline"] is not None else _passes()
-    program, records = Pipeline(tuple(passes), given=frozenset({Fact.SHAPES, Fact.FUNCTIONAL})).run(_as_program(form))
-    counters["raised"] += 1
+    program, records = Pipeline(tuple(passes), given=frozenset({Fact.SHAPES, Fact.FUNCTIONAL})).run(as_program(form))
     for record in records:
         log.info("%s: %d applied, %d missed", record.name, record.count("applied"), record.count("missed"))
     (block,) = program.blocks.values()
-    found = collections.Counter(op.name for n in block.graph.nodes if (op := ops.find(n.target)) is not None)
-    counters.update({f"op: {name}": count for name, count in found.items()})
     kernels = _kernels(values) if chosen["kernels"] else {}
     rendered = _rendered(values) if chosen["kernels"] else None
     (call,) = program.calls()
@@ -128,9 +149,24 @@ def _raised(gm: GraphModule, chosen: dict[str, Any]) -> tuple[GraphModule, dict[
         return Inliner(block, kernels, rendered).run(*(args[i] for i in read))
 
     inlined = trace(with_writes(run, form), values)
+    write_out_constants(inlined)
     if rendered is not None:
         _report(rendered)
-    return _like(inlined, gm, holes), dict(found)
+    found = collections.Counter(op.name for n in block.graph.nodes if (op := ops.find(n.target)) is not None)
+    counters["raised"] += 1
+    counters.update({f"op: {name}": count for name, count in found.items()})
+    return Prepared(_like(inlined, gm, holes), dict(found), tuple(records))
+
+
+def captured(gm: GraphModule) -> tuple[list[Node], list[Any], Functional]:
+    """(placeholders, what they are traced with, functional form) of a Dynamo graph. Raises NotFunctional."""
+    holes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    values = [given(n) for n in holes]
+    form = functional(gm, values)
+    for node, held in zip((n for n in form.gm.graph.nodes if n.op == "placeholder"), values):
+        if isinstance(held, nn.Parameter):
+            node.meta["weight"] = node.name
+    return holes, values, form
 
 
 def _passes() -> tuple[Pass, ...]:
@@ -173,17 +209,29 @@ def _like(gm: GraphModule, source: GraphModule, holes: Sequence[Any]) -> GraphMo
         if hasattr(source, name):
             setattr(gm, name, getattr(source, name))
     gm.meta.update(source.meta)
-    for new, old in zip((n for n in gm.graph.nodes if n.op == "placeholder"), holes, strict=True):
+    for new, old in zip([n for n in gm.graph.nodes if n.op == "placeholder"], holes, strict=True):
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source
         if "tensor_dict" in old.meta:  # says which inputs never move
             new.meta["tensor_dict"] = old.meta["tensor_dict"]
+        if isinstance(new.meta["val"], SymFloat) and isinstance(old.meta["example_value"], Tensor):
+            _take_item(new)
+    gm.recompile()
     return gm
 
 
-def _as_program(form: Functional) -> Program:
-    """One block, called once."""
+def _take_item(hole: Node) -> None:
+    """A Python float arrives as a tensor; behind it the graph reads the number."""
+    with hole.graph.inserting_after(hole):
+        item = hole.graph.call_method("item", (hole,))
+    item.meta["val"] = hole.meta.pop("val")
+    hole.replace_all_uses_with(item, delete_user_cb=lambda user: user is not item)
+
+
+def as_program(form: Functional) -> Program:
+    """One block, called once, in which operations of other packages may stand: nobody stores it."""
     gm, graph = form.gm, Graph()
+    gm.meta["foreign"] = True
     holes = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":

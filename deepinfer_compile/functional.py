@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymFloat, Tensor
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.source import DictGetItemSource, GetItemSource, LocalSource
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch._aot_autograd.functional_utils import (
     from_fun,
     has_data_mutation,
@@ -21,6 +24,7 @@ from torch._functorch._aot_autograd.functional_utils import (
     sync_functional_tensor,
     to_fun,
 )
+from torch._ops import HigherOrderOperator
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -28,35 +32,40 @@ from torch.utils import _pytree as pytree
 
 from deepinfer_compile.errors import CompileError, NotFunctional
 from deepinfer_compile.graph import Editor
-from deepinfer_compile.match import equal_size
+from deepinfer_compile.memory import Output, memory, placed, settled
 
 CONVERSIONS = frozenset(
     {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool"}
     | {"cpu", "cuda", "contiguous"}
 )
 """Tensor methods that may return their tensor itself."""
+GRAD_SWITCH = "_set_grad_enabled"
+SWITCHES = frozenset(
+    {GRAD_SWITCH, "_enter_autocast", "_enter_inference_mode"} | {"_vmap_increment_nesting", "_grad_increment_nesting"}
+)
+"""Calls in Dynamo's graphs that change how the calls behind them run. A trace that failed midway would leave it so."""
 
 
 @dataclass(frozen=True)
 class Functional:
-    """gm returns (outputs..., new values of the inputs in `written`...); `same[i]` is the input that output i is.
+    """gm takes (inputs..., constants...) and returns (outputs..., new values of the inputs in `written`...).
 
-    seen: inputs and outputs as Dynamo saw them, which says how outputs lie in memory and what they share.
+    outputs: None for what is no tensor. constants: tensors that the graph made of Python numbers.
     """
 
     gm: GraphModule
-    outputs: int
+    outputs: tuple[Output | None, ...]
     written: tuple[int, ...]
-    same: dict[int, int]
-    seen: tuple[Any, ...]
+    constants: tuple[Tensor, ...]
 
 
 def functional(gm: GraphModule, values: Sequence[Any]) -> Functional:
     """Trace a graph whose output is a flat tuple. values: its placeholders' fake tensors, symbols and constants.
 
-    Raises NotFunctional for aliasing that a functional graph cannot express, and for what torch cannot trace.
+    Raises NotFunctional for what a functional graph cannot express, and for what torch cannot trace.
     """
     _refuse_aliases(values)
+    _refuse_modes(gm, values)
     found: dict[str, Any] = {}
     (returned,) = next(n for n in reversed(gm.graph.nodes) if n.op == "output").args
     seen = [n.meta.get("example_value") if isinstance(n, Node) else n for n in returned]  # type: ignore[union-attr]
@@ -71,19 +80,24 @@ def functional(gm: GraphModule, values: Sequence[Any]) -> Functional:
                 if isinstance(t, FunctionalTensor):
                     sync_functional_tensor(t)
             found["written"] = tuple(i for i, t in enumerate(inputs) if _written(t, args[i]))
-            found["same"] = _same(inputs, outputs, found["written"])
-            found["outputs"] = len(outputs)
+            found["outputs"] = placed(outputs, [*values, *seen], inputs, found["written"])
             results = [*outputs, *(inputs[i] for i in found["written"])]
             return pytree.tree_map_only(Tensor, from_fun, results)
 
     traced = trace(run, values)
-    if any(n.op == "call_function" and n.target is torch._C._set_grad_enabled for n in traced.graph.nodes):
-        raise NotFunctional(reason="it switches autograd on or off")
-    return Functional(traced, found["outputs"], found["written"], found["same"], (*values, *seen))
+    for node in traced.graph.nodes:
+        if "as_strided" in str(node.target):
+            raise NotFunctional(reason="as_strided reads memory whose layout a functional graph does not keep")
+        if isinstance(node.target, HigherOrderOperator):
+            raise NotFunctional(reason=f"it calls {node.target.name()}, an operation on operations")
+    return Functional(traced, found["outputs"], found["written"], _lift_constants(traced))
 
 
 def trace(run: Callable[..., Any], values: Sequence[Any]) -> GraphModule:
-    """`run` as an ATen graph before dispatch. Raises NotFunctional for what torch cannot trace."""
+    """`run` as an ATen graph before dispatch. Constants of one number are written out, others are attributes.
+
+    Raises NotFunctional for what torch cannot trace.
+    """
     try:
         traced = make_fx(run, pre_dispatch=True, tracing_mode="symbolic")(*values)
     except CompileError:
@@ -91,9 +105,51 @@ def trace(run: Callable[..., Any], values: Sequence[Any]) -> GraphModule:
     except Exception as err:  # the tracer may fail in any way; the graph is then left to Inductor, with the reason
         words = (str(err).strip().splitlines() or [""])[0]
         raise NotFunctional(reason=f"torch cannot trace it: {type(err).__name__}: {words}") from err
-    for node in [n for n in traced.graph.nodes if n.op == "get_attr"]:
-        _write_out(traced, node)
+    for node, held in _attributes(traced):
+        if isinstance(held, Tensor) and held.dim() == 0 and not held.dtype.is_complex:
+            edit = Editor(traced.graph, node)
+            call = edit.call(torch.ops.aten.scalar_tensor.default, held.item(), dtype=held.dtype, device=held.device)
+            _put(traced, node, call)
+    traced.recompile()
     return traced
+
+
+def write_out_constants(gm: GraphModule) -> None:
+    """Make every tensor that a graph holds the call that Dynamo had for it: AOTAutograd takes attributes for the
+    model's own, and asks which. Raises NotFunctional if it holds anything else."""
+    for node, held in _attributes(gm):
+        _refuse_others(held)
+        with gm.graph.inserting_before(node):
+            how = {"dtype": held.dtype, "device": held.device}
+            call = gm.graph.call_function(torch.tensor, (held.tolist(),), how)
+        call.meta = dict(node.meta)
+        _put(gm, node, call)
+    gm.recompile()
+
+
+def given(hole: Node) -> Any:
+    """What a placeholder of a Dynamo graph is traced with: its own fake value (example inputs hold real tensors, which
+    would get symbols of their own), or the number where it is a tensor made of a Python float.
+
+    Floats that are no arguments (a module's, a function's defaults) are written into the graph, which Dynamo traces
+    again for that: a rewrite reads them, and they do not change from call to call.
+    Raises TensorifyScalarRestartAnalysis then, which is Dynamo's to catch.
+    """
+    held = hole.meta["example_value"]
+    number = getattr(held, "item_memo", None)
+    if not isinstance(number, SymFloat) or not all(u.op == "call_method" and u.target == "item" for u in hole.users):
+        return held
+    if not _is_argument(getattr(hole, "_dynamo_source", None)):
+        TensorifyState.specialize(str(number.node._expr))
+        raise TensorifyScalarRestartAnalysis
+    return number
+
+
+def _is_argument(source: Any) -> bool:
+    """Whether a value is an argument of the compiled function, or an element of one."""
+    while isinstance(source, (GetItemSource, DictGetItemSource)):
+        source = source.base
+    return isinstance(source, LocalSource) and source.is_input
 
 
 class _Runner(Interpreter):
@@ -111,64 +167,37 @@ class _Runner(Interpreter):
         finally:
             self.mode.export = True
 
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # where nothing requires a gradient, recording or not is the same
+        skipped = getattr(target, "__name__", "") == GRAD_SWITCH
+        return None if skipped else super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # dynamo hands over a Python float as the item of a tensor, for which the number itself was given
+        if target == "item" and isinstance(args[0], SymFloat):
+            return args[0]
+        return super().call_method(target, args, kwargs)
+
 
 def with_writes(run: Callable[..., Sequence[Any]], form: Functional) -> Callable[..., tuple[Any, ...]]:
-    """The function with its in-place effects and its memory: `run` gives what `form.gm` gives; writes are copied back,
-    and outputs share memory, and lie in it, as in the graph that was traced. Passes may drop copies: here they return.
+    """The function of the inputs with its in-place effects and its memory: `run` gives what `form.gm` gives; writes are
+    copied back, and outputs share memory, and lie in it, as in the graph that was traced. Passes may drop copies: here
+    they return.
 
     The function raises NotFunctional where an output should share memory and does not.
     """
 
     def whole(*args: Any) -> tuple[Any, ...]:
-        results = list(run(*args))
-        taken = {_memory(args[i]) for i in form.written}
-        news = [_fresh(new) if _memory(new) in taken else new for new in results[form.outputs :]]
-        outputs: list[Any] = []
-        for at, out in enumerate(results[: form.outputs]):
-            mine = isinstance(out, Tensor) and at not in form.same
-            outputs.append(_as_seen(out, [*args, *outputs], len(args) + at, form.seen) if mine else out)
+        found = list(run(*args, *(torch.ops.aten.lift_fresh_copy.default(c) for c in form.constants)))
+        taken = {memory(a) for a in args if isinstance(a, Tensor)}
+        # what is written may be another input, which is written too
+        news = [new.clone() if memory(new) in taken else new for new in found[len(form.outputs) :]]
+        results = settled(found[: len(form.outputs)], form.outputs, args)
         for i, new in zip(form.written, news, strict=True):
             args[i].copy_(new)
-        return tuple(args[form.same[i]] if i in form.same else out for i, out in enumerate(outputs))
+        return tuple(results)
 
     return whole
-
-
-def _as_seen(out: Tensor, others: Sequence[Any], at: int, seen: Sequence[Any]) -> Tensor:
-    """An output that shares memory with those of `others` that Dynamo saw it share with, and has the strides it saw."""
-    like = seen[at]
-    if not isinstance(like, Tensor) or not same_sizes(like.shape, out.shape):
-        raise NotFunctional(reason="what Dynamo recorded of an output is not what it is")
-    shared = [isinstance(t, Tensor) and _memory(t) == _memory(like) for t in seen[:at]]
-    found = [isinstance(t, Tensor) and _memory(t) == _memory(out) for t in others]
-    if any(f and not s for f, s in zip(found, shared, strict=True)):
-        out, found = _fresh(out), [False] * len(found)
-    if shared != found:
-        raise NotFunctional(reason="an output shares memory that the raised graph does not keep")
-    if _same_strides(out, like):
-        return out
-    order = sorted(range(like.dim()), key=lambda d: (-_hint(like.stride(d)), d))
-    back = sorted(range(like.dim()), key=order.__getitem__)
-    moved = out.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
-    if any(shared) or not _same_strides(moved, like):
-        raise NotFunctional(reason="an output lies in memory in a way that the raised graph does not keep")
-    return moved
-
-
-def _fresh(t: Tensor) -> Tensor:
-    """A copy with the strides of its source."""
-    return t.clone()
-
-
-def _same_strides(a: Tensor, b: Tensor) -> bool:
-    """Equal strides, but for dimensions of one element or none, whose strides mean nothing."""
-    pairs = zip(a.stride(), b.stride(), b.shape)
-    return all(equal_size(s, t) or equal_size(d, 1) or equal_size(d, 0) for s, t, d in pairs)
-
-
-def _hint(stride: Any) -> int:
-    """A stride as a number, for ordering."""
-    return int(stride) if isinstance(stride, int) else int(stride.node.hint or 0)
 
 
 def _written(t: Any, before: Any) -> bool:
@@ -176,38 +205,55 @@ def _written(t: Any, before: Any) -> bool:
         return False
     if has_metadata_mutation(t, before, check_only_storage_mutation=False):
         raise NotFunctional(reason="it changes the shape or storage of an input in place")
+    if has_data_mutation(t) and any(step == 0 and size != 1 for step, size in zip(before.stride(), before.shape)):
+        raise NotFunctional(reason="it writes to an input whose elements share memory")
     return has_data_mutation(t)
 
 
-def _same(inputs: Sequence[Any], outputs: Sequence[Any], written: tuple[int, ...]) -> dict[int, int]:
-    """Outputs that are an input themselves. Raises NotFunctional where an output is another view of a written input."""
-    where = {id(t): i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
-    memory = {_memory(inputs[i]) for i in written}
-    same = {}
-    for at, out in enumerate(outputs):
-        if id(out) in where:
-            same[at] = where[id(out)]
-        elif isinstance(out, Tensor) and _memory(out) in memory:
-            raise NotFunctional(reason="it returns a view of an input that it writes to")
-    return same
+def _attributes(gm: GraphModule) -> list[tuple[Node, Any]]:
+    """The nodes that read what a graph holds, and what it is."""
+    return [(n, getattr(gm, str(n.target))) for n in gm.graph.nodes if n.op == "get_attr"]
 
 
-def _write_out(gm: GraphModule, node: Node) -> None:
-    """Make a constant of one number a call that gives it: a graph must not hold tensors. Raises NotFunctional."""
-    held = getattr(gm, str(node.target), None)
-    if not isinstance(held, Tensor) or held.dim() or held.dtype.is_complex:
-        raise NotFunctional(reason=f"it holds the constant {node.target}")
-    edit = Editor(gm.graph, node)
-    edit.replace(node, edit.call(torch.ops.aten.scalar_tensor.default, held.item(), dtype=held.dtype))
+def _put(gm: GraphModule, node: Node, new: Node) -> None:
+    """Another node in place of one that reads an attribute, which goes with its last reader."""
+    node.replace_all_uses_with(new)
+    gm.graph.erase_node(node)
+    if not any(n.op == "get_attr" and n.target == node.target for n in gm.graph.nodes):
+        delattr(gm, str(node.target))
 
 
-def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two shapes are equal, be they numbers or expressions."""
-    return len(a) == len(b) and all(map(equal_size, a, b))
+def _lift_constants(gm: GraphModule) -> tuple[Tensor, ...]:
+    """Make every tensor that the graph holds an input behind the others. Raises NotFunctional if it holds more."""
+    lifted: dict[object, tuple[Node, Tensor]] = {}
+    last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1:]
+    for node, held in _attributes(gm):
+        _refuse_others(held)
+        if node.target not in lifted:
+            place = gm.graph.inserting_after(last[0]) if last else gm.graph.inserting_before()
+            with place:
+                last = [gm.graph.placeholder(str(node.target).strip("_"))]
+            last[0].meta = dict(node.meta)
+            lifted[node.target] = last[0], held
+        _put(gm, node, lifted[node.target][0])
+    gm.recompile()
+    return tuple(held for _, held in lifted.values())
 
 
-def _memory(t: Tensor) -> int:
-    return int(t.untyped_storage()._cdata)
+def _refuse_others(held: Any) -> None:
+    if not isinstance(held, Tensor):
+        raise NotFunctional(reason=f"it holds a {type(held).__name__}")
+
+
+def _refuse_modes(gm: GraphModule, values: Sequence[Any]) -> None:
+    """A trace before dispatch shows neither the casts of autocast nor what autograd records."""
+    tensors = [v for v in values if isinstance(v, Tensor)]
+    if any(torch.is_autocast_enabled(kind) for kind in {"cpu", *(t.device.type for t in tensors)}):
+        raise NotFunctional(reason="autocast is on")
+    called = {getattr(n.target, "__name__", "") for n in gm.graph.nodes if n.op == "call_function"}
+    harmless = set() if any(t.requires_grad for t in tensors) else {GRAD_SWITCH}
+    for name in sorted((called & SWITCHES) - harmless):
+        raise NotFunctional(reason=f"it calls {name} midway")
 
 
 def _refuse_aliases(values: Sequence[Any]) -> None:
@@ -218,7 +264,7 @@ def _refuse_aliases(values: Sequence[Any]) -> None:
             continue
         if value.layout != torch.strided or type(value).__name__ not in ("FakeTensor", "Tensor", "Parameter"):
             raise NotFunctional(reason=f"an input is a {type(value).__name__} of layout {value.layout}")
-        key = _memory(value)
+        key = memory(value)
         if key in seen:
             raise NotFunctional(reason="two inputs share memory")
         seen.add(key)

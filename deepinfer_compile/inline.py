@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Interpreter
 
 from deepinfer_compile import ops
 from deepinfer_compile.kernel_ops import Rendered
+from deepinfer_compile.match import equal_size
 from deepinfer_compile.ops.attention import masked_softmax, visibility
 from deepinfer_compile.ops.registry import wide
 
@@ -37,7 +38,7 @@ def attention(
 ) -> Tensor:
     """`ops.ATTENTION`. q [B, H, T, D], k [B, Hkv, S, D], v [B, Hkv, S, Dv] -> [B, T, H, Dv]."""
     tokens, keys = q.shape[2], k.shape[2]
-    grouped = q.shape[1] != k.shape[1]
+    grouped = not equal_size(q.shape[1], k.shape[1])
     if causal and window:
         seen = visibility(torch.arange(keys - tokens, keys, device=q.device), keys, window)
         mask = seen if mask is None else seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
@@ -46,7 +47,7 @@ def attention(
         sdpa = torch.nn.functional.scaled_dot_product_attention
         out = sdpa(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2)
-    if not grouped or softcap or k.shape[1] != v.shape[1] or causal:
+    if not grouped or softcap or not equal_size(k.shape[1], v.shape[1]) or causal:
         return ops.ATTENTION.reference(q, k, v, mask, sinks, scale, window, softcap, causal)  # type: ignore[no-any-return]
     return _grouped(q, k, v, mask, sinks, scale)
 

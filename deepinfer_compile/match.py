@@ -7,7 +7,7 @@ it misses a rewrite and never makes a wrong one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +59,14 @@ def equal_size(a: Any, b: Any) -> bool:
     return bool(a == b) or (not isinstance(a - b, int) and bool((a - b).simplify() == 0))
 
 
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes are equal, be they numbers or expressions."""
+    return len(a) == len(b) and all(map(equal_size, a, b))
+
+
 def same_shape(a: Node, b: Node) -> bool:
     """Whether two tensor nodes have equal (symbolic) shapes."""
-    left, right = tensor(a).shape, tensor(b).shape
-    return len(left) == len(right) and all(map(equal_size, left, right))
+    return same_sizes(tensor(a).shape, tensor(b).shape)
 
 
 def is_cast(node: Any) -> bool:

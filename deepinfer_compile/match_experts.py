@@ -28,10 +28,12 @@ from deepinfer_compile.match_moe import (
     id_candidates,
     operand,
     operands,
+    seeds_for,
 )
 
 ZEROS = (A.zeros_like.default, A.zeros.default, A.new_zeros.default)
 PROBE_TOKENS = 48
+DIGIT = 128
 GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
@@ -288,8 +290,8 @@ def rows_agree(expert: Expert, choice: Choice, factor: Node, product: Node, ends
         return False
     probe, drawn, share = given_choice(choice.ids, choice.weights, count, PROBE_TOKENS, seed)
     shape = probe.shape(choice.x)
-    probe.given[choice.x] = torch.arange(shape[0]).to(tensor(choice.x).dtype).view(-1, 1).expand(shape)
-    token = probe.value(expert.x)[:, 0].long()
+    probe.given[choice.x] = _numbered(shape, tensor(choice.x).dtype)
+    token = probe.value(expert.x)[:, :2].long() @ torch.tensor([1, DIGIT])
     row_weight = probe.value(factor).flatten()
     told = probe.value(down.rows).flatten().long()  # type: ignore[arg-type]
     if down.by == "ends":
@@ -304,6 +306,14 @@ def rows_agree(expert: Expert, choice: Choice, factor: Node, product: Node, ends
     probe.given[product] = held
     want = torch.zeros(shape, dtype=held.dtype).index_add_(0, token, held)
     return bool(torch.equal(probe.value(ends).to(held.dtype), want))
+
+
+def _numbered(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """[T, H] whose rows begin with their number in two digits, which every float type holds exactly."""
+    rows = torch.zeros(shape, dtype=dtype)
+    number = torch.arange(shape[0])
+    rows[:, 0], rows[:, 1] = number % DIGIT, number // DIGIT
+    return rows
 
 
 def all_agree(outputs: Node, axis: int, choice: Choice, ends: Node, seed: int) -> bool:
@@ -334,14 +344,18 @@ def _whole_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
 def order_of(factors: Sequence[Node], ids: Node, weights: Node) -> list[int] | None:
     """Which expert each factor is the weight of; None if they are not the weights of experts 0..n-1."""
     count = len(factors)
-    try:
-        probe, drawn, share = given_choice(ids, weights, count, 8 + 8 * count, 0)
-        dense = dense_weights(drawn, share, count).reshape(-1, count)
-        columns = [probe.value(f).reshape(-1).to(dense.dtype) for f in factors]
-    except NearMiss:
-        return None
     if any(crosses_tokens(f, (ids, weights)) for f in factors):
         return None
+    shown: list[Tensor] = []
+    wanted: list[list[Tensor]] = []
+    try:
+        for seed in seeds_for(ids, count, PROBE_TOKENS):
+            probe, drawn, share = given_choice(ids, weights, count, PROBE_TOKENS, seed)
+            shown.append(dense_weights(drawn, share, count).reshape(-1, count))
+            wanted.append([probe.value(f).reshape(-1).to(share.dtype) for f in factors])
+    except NearMiss:
+        return None
+    dense, columns = torch.cat(shown), [torch.cat(each) for each in zip(*wanted)]
     order = [next((e for e in range(count) if torch.equal(c, dense[:, e])), -1) for c in columns]
     return order if sorted(order) == list(range(count)) else None
 

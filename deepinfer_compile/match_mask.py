@@ -88,6 +88,8 @@ class Masks:
                 found = found == 0
             else:
                 raise NearMiss("the mask adds numbers that are neither 0 nor large and negative")
+            if any(size not in (1, length) for size in found.shape[-2:]):
+                raise NearMiss(f"the mask has the fixed size {list(found.shape)}")
             rows = found.expand(*found.shape[:-2], length, length).reshape(-1, length, length)
             if not torch.equal(rows, rows[:1].expand_as(rows)):
                 raise NearMiss("the mask differs between heads or sequences")

@@ -212,6 +212,8 @@ def find_gate(sources: Sequence[Node], result: Node) -> Gate:
     drawn = [_probe(probe.shape(s), value(s).dtype, reach, seed) for seed, s in enumerate(sources)]
     probe.given.update(zip(sources, drawn))
     wanted = probe.value(result)
+    if not wanted.numel():
+        raise NearMiss("there are no rows to try the activation on")
     best: tuple[float, Gate] | None = None
     for gate in _gates(len(sources) == 1, alphas, limits):
         first, second = _halves(drawn, gate)
@@ -276,8 +278,6 @@ def given_choice(ids: Node, weights: Node, count: int, tokens: int, seed: int) -
     """An evaluation in which a choice of experts has random values; those values beside it."""
     probe = Concrete(tokens)
     shape = probe.shape(ids)
-    if shape[-1] > count:
-        raise NearMiss(f"{shape[-1]} experts are chosen of {count}")
     drawn, share = sample_choice(shape, count, value(weights).dtype, seed)
     probe.given.update({ids: drawn.to(value(ids).dtype), weights: share})
     return probe, drawn, share
@@ -305,10 +305,28 @@ def weight_candidates(node: Node, ids: Node) -> list[Node]:
     ]
 
 
-def same_values(agree: Callable[[int], bool]) -> bool:
-    """Whether a comparison holds for three seeds; one that cannot be evaluated does not hold."""
+def seeds_for(ids: Node, count: int, tokens: int) -> list[int]:
+    """Seeds of `sample_choice`, three at least, under which every expert is chosen twice: a graph for one token shows
+    few of them at a time."""
+    shape = Concrete(tokens).shape(ids)
+    if shape[-1] > count or not torch.Size(shape).numel():
+        raise NearMiss(f"no choice among {count} experts is of shape {list(shape)}")
+    seeds: list[int] = []
+    wanted = torch.full((count,), 2)
+    for seed in range(64 * count):
+        drawn = torch.bincount(sample_choice(shape, count, torch.float32, seed)[0].flatten(), minlength=count)
+        if seed < 3 or bool(((wanted > 0) & (drawn > 0)).any()):
+            seeds.append(seed)
+            wanted = wanted - drawn
+        if seed >= 2 and bool((wanted <= 0).all()):
+            return seeds
+    raise NearMiss("the graph has too few tokens to show every expert")
+
+
+def same_values(agree: Callable[[int], bool], ids: Node, count: int, tokens: int) -> bool:
+    """Whether a comparison holds for all seeds; one that cannot be evaluated does not hold."""
     try:
-        return all(agree(seed) for seed in range(3))
+        return all(agree(seed) for seed in seeds_for(ids, count, tokens))
     except NearMiss:
         return False
 

@@ -158,6 +158,6 @@ def weight_inputs(gm: GraphModule) -> list[Node]:
 
 
 def output_values(gm: GraphModule) -> list[Any]:
-    """Fake values of a graph's outputs."""
+    """Fake values of a graph's outputs; an output may be a plain number."""
     out = next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0]
-    return [value(n) for n in (out if isinstance(out, (tuple, list)) else (out,))]
+    return [value(n) if isinstance(n, Node) else n for n in (out if isinstance(out, (tuple, list)) else (out,))]

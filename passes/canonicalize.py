@@ -31,8 +31,8 @@ VIEWS = (A.view.default, A.reshape.default, A._unsafe_view.default)
 @register
 @dataclass(frozen=True)
 class Canonicalize:
-    """Remove assertions, copies, no-op views and guards against ids that a top-k never gives; write every reshape with
-    -1 for its symbolic dimension, if it has one.
+    """Remove assertions, copies, no-op views and guards against ids that a top-k never gives; write every reshape once
+    and with -1 for its symbolic dimension, if it has one.
 
     Before: `_assert_tensor_metadata(x); y = clone(x); z = view(y, [1, %sym_size, -1, 16]); w = to(z, f32)` (z is f32)
     After:  `z = reshape(x, [1, -1, 6, 16])`
@@ -46,6 +46,7 @@ class Canonicalize:
     breaks: ClassVar[frozenset[Fact]] = NONE
 
     def run(self, gm: GraphModule, ctx: PassContext) -> None:
+        views: dict[object, Node] = {}
         for node in list(gm.graph.nodes):
             if node.op != "call_function":
                 continue
@@ -58,7 +59,7 @@ class Canonicalize:
                 if ctx.claim(node, "ids of a top-k are below its width"):
                     node.replace_all_uses_with(node.args[0])
             elif is_op(node, *VIEWS):
-                _rewrite_view(node, ctx)
+                _rewrite_view(node, views, ctx)
             else:
                 _pin_device(node)
 
@@ -121,18 +122,27 @@ def _through(node: Node, views: tuple[Any, ...]) -> Node:
     return node
 
 
-def _rewrite_view(node: Node, ctx: PassContext) -> None:
-    """Every reshape as aten.reshape with numbers, and -1 for the one dimension that is symbolic."""
+def _rewrite_view(node: Node, views: dict[object, Node], ctx: PassContext) -> None:
+    """Every reshape as aten.reshape with numbers, and -1 for the one dimension that is symbolic.
+
+    views: those seen, by what they reshape to what. A functional trace makes a view again after each write.
+    """
     shape = tensor(node).shape
     symbolic = [i for i, d in enumerate(shape) if not isinstance(d, int)]
     wanted: list[Any] = [d if isinstance(d, int) else -1 for d in shape]
-    if len(symbolic) > 1:  # only one can be -1
+    if len(symbolic) > 1 or 0 in wanted:  # only one can be -1, and not beside a 0
         wanted = list(node.args[1])  # type: ignore[arg-type]
-    if is_op(node, A.reshape.default) and list(argument(node, "shape")) == wanted:
+    new, key = node, (node.args[0], tuple(wanted))
+    if key in views:
+        if ctx.claim(node, "the same reshape again"):
+            node.replace_all_uses_with(views[key])
         return
-    if ctx.claim(node, "one spelling of reshape"):
+    if not is_op(node, A.reshape.default) or list(argument(node, "shape")) != wanted:
+        if not ctx.claim(node, "one spelling of reshape"):
+            return
         new = Editor(node.graph, node).call(A.reshape.default, node.args[0], wanted)
         node.replace_all_uses_with(new)
+    views[key] = new
 
 
 def _pin_device(node: Node) -> None:

@@ -20,6 +20,7 @@ from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, argument, is_op, only_user, tensor, value
 from deepinfer_compile.match import CASTS
 from deepinfer_compile.match_experts import (
+    PROBE_TOKENS,
     Choice,
     Expert,
     Projection,
@@ -144,7 +145,7 @@ def _by_row(expert: Expert) -> _Mixture:
     rows = expert.down.rows
     if rows is None:
         raise NearMiss("nothing says which expert a row meets")
-    width = tensor(expert.x).shape[-1]
+    width, count = tensor(expert.x).shape[-1], count_of(expert.down)
     sources = [n for n in ancestors(expert.x) if isinstance(v := value(n), Tensor) and v.dim() == 2]
     sources = [n for n in sources if tensor(n).shape[-1] == width and tensor(n).is_floating_point()]
     for ids in id_candidates(rows):
@@ -152,14 +153,14 @@ def _by_row(expert: Expert) -> _Mixture:
         for weights in weight_candidates(factor, ids):
             for x in (n for n in sources if str(tensor(n).shape[0]) == tokens):
                 choice, ends = Choice(ids, weights, x), summed(product, x)
-                if same_values(partial(rows_agree, expert, choice, factor, product, ends)):
+                if same_values(partial(rows_agree, expert, choice, factor, product, ends), ids, count, PROBE_TOKENS):
                     return _Mixture((expert,), choice, ends)
     raise NearMiss("rows, ids and weights do not belong together as tokens and their chosen experts")
 
 
 def _on_all(experts: Sequence[Expert], outputs: Node, axis: int) -> _Mixture:
     """All experts applied to all tokens, their outputs in one tensor, then combined."""
-    x = experts[0].x
+    x, count = experts[0].x, int(tensor(outputs).shape[axis])
     if tensor(x).dim() != tensor(outputs).dim() - 1:
         raise NearMiss("the experts see a dispatched selection of the tokens, not all of them")
     ends = summed(outputs, x)
@@ -167,7 +168,7 @@ def _on_all(experts: Sequence[Expert], outputs: Node, axis: int) -> _Mixture:
     for ids in candidates:
         for weights in weight_candidates(ends, ids):
             choice = Choice(ids, weights, x)
-            if same_values(partial(all_agree, outputs, axis, choice, ends)):
+            if same_values(partial(all_agree, outputs, axis, choice, ends), ids, count, PROBE_TOKENS):
                 return _Mixture(tuple(experts), choice, ends)
     if not candidates:
         raise NearMiss("no top-k choice of experts is behind it, every token reaches every expert")

@@ -7,12 +7,12 @@ while nobody else reads the value between them, so a step that does not fit simp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from deepinfer_compile.facts import Fact
@@ -140,27 +140,27 @@ def _groups(choice: Node, mask: Node) -> _Router:
     inner = next((n for n in ancestors(mask) if is_op(n, A.topk.default)), None)
     if inner is None:
         raise NearMiss("what masks the scores is not a choice of groups")
-    count, kept = int(tensor(choice).shape[-1]), int(argument(inner, "k"))
-    ranked = operand(inner)
+    kept, ranked = int(argument(inner, "k")), operand(inner)
     rank, source = _group_rank(ranked)
     if source is not choice:
         raise NearMiss("groups are ranked by other scores than their experts")
     groups = int(tensor(ranked).shape[-1])
     index = next((u for u in inner.users if item_of(u, 1) is inner), None)
-    if index is None or count % groups:
+    if index is None or tensor(choice).shape[-1] % groups:
         raise NearMiss("what masks the scores is not a choice of groups")
-    probe = Concrete(5)
-    shape = probe.shape(index)
-    rows = [torch.randperm(groups, generator=torch.Generator().manual_seed(i)) for i in range(math.prod(shape[:-1]))]
-    drawn = torch.stack([row[:kept] for row in rows]).reshape(shape)
-    probe.given.update({index: drawn, ranked: torch.zeros(probe.shape(ranked))})
-    probe.given[choice] = torch.zeros(probe.shape(choice))
-    got = probe.value(mask).bool()
-    alive = torch.zeros(probe.shape(ranked), dtype=torch.bool).scatter(-1, probe.given[index], True)
-    alive = alive.repeat_interleave(count // groups, -1)
-    if not torch.equal(got, alive) and not torch.equal(got, ~alive):
+    shown = [_shown(choice, mask, index, ranked, kept, seed) for seed in range(8)]  # a graph may have one token only
+    if not any(all(torch.equal(got, alive ^ excluded) for got, alive in shown) for excluded in (False, True)):
         raise NearMiss("the mask over experts is not that of the kept groups")
     return _Router(choice, choice, choice, groups=groups, kept=kept, rank=rank if groups > 1 else "none")
+
+
+def _shown(choice: Node, mask: Node, index: Node, ranked: Node, kept: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(the mask over experts, which experts are in kept groups) for random kept groups."""
+    probe, gen = Concrete(5), torch.Generator().manual_seed(seed)
+    drawn = torch.rand(probe.shape(ranked), generator=gen).argsort(-1)[..., :kept]
+    probe.given.update({index: drawn, **{n: torch.zeros(probe.shape(n)) for n in (ranked, choice)}})
+    alive = torch.zeros(probe.shape(ranked), dtype=torch.bool).scatter(-1, drawn, True)
+    return probe.value(mask).bool(), alive.repeat_interleave(probe.shape(choice)[-1] // alive.shape[-1], -1)
 
 
 def _group_rank(ranked: Node) -> tuple[str, Node]:

@@ -27,6 +27,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "neg": operator.neg,
     "sym_max": torch.sym_max,
     "sym_min": torch.sym_min,
+    "sym_sum": torch.sym_sum,
 }
 NAMESPACES = ("aten", "deepinfer", "prims")
 REFUSED = ("from_file", "_print", "_save", "record_stream", "_cuda", "set_data")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from transformers import StaticCache
 
-from deepinfer_compile.backend import counters, deepinfer, executed
+from deepinfer_compile.backend import counters, deepinfer, executed, prepare
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import is_op
 from deepinfer_compile.ops import RMS_NORM
@@ -207,10 +207,7 @@ def test_latent_caches_are_read_and_not_expanded() -> None:
     seen: list[GraphModule] = []
 
     def watched(gm: GraphModule, example_inputs: Any) -> Any:
-        from deepinfer_compile import backend
-
-        graph, _ = backend._raised(gm, backend.DEFAULTS)
-        seen.append(graph)
+        seen.append(prepare(gm).gm)
         return deepinfer(gm, example_inputs)
 
     compiled = torch.compile(model, backend=watched)

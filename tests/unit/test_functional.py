@@ -39,6 +39,11 @@ def views(x: Tensor) -> Any:
     return x, x.view(-1), x.clone(), x.t()
 
 
+def views_of_a_copy(x: Tensor) -> Any:
+    y = x.clone()
+    return y, y[..., None], y[:, 1:].t(), y
+
+
 def written(x: Tensor) -> Any:
     x[0].mul_(3)
     return x, x[0] * 2
@@ -57,7 +62,10 @@ def memory(inputs: list[Tensor], results: list[Tensor]) -> list[list[bool]]:
 @pytest.mark.parametrize(
     ("function", "left"),
     [
-        *((f, False) for f in (copied, copied_before_a_write, dense, turned, two_of_one, views, written)),
+        *(
+            (f, False)
+            for f in (copied, copied_before_a_write, dense, turned, two_of_one, views, views_of_a_copy, written)
+        ),
         (written_view, True),
     ],
 )
