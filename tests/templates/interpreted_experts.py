@@ -257,7 +257,7 @@ def test_a_bad_routing_weight_of_an_expert_is_seen(tmp_path: Path) -> None:
 def test_blocks_change_no_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     """A row depends neither on its block, group and neighbours nor on how pairs are found, nor does a second run. The
     sums are exact, so that the order of a product's terms, which is not ours in the interpreter, does not count."""
-    ids = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(s))[:2] for s in range(40)])
+    ids = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(s))[:2] for s in range(20)])
     given = given_for(ids, replace(BASE, dtype=dtype, act="relu"))
     for name, size in (("x", 2), ("w13", 3), ("w2", 4)):
         given[name] = (given[name] * size).round()
@@ -265,7 +265,7 @@ def test_blocks_change_no_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     made = [run(SPEC, params, c.values[0], given, tmp_path)[0] for c in (*CONFIGS, CONFIGS[-1])]
     assert made[0].abs().max() > 0
     assert all(torch.equal(made[0], other) for other in made[1:])
-    for token in (0, 39):
+    for token in (0, 19):
         alone = {**given, **{name: given[name][token : token + 1] for name in ("x", "ids", "weights")}}
         assert torch.equal(run(SPEC, params, config(), alone, tmp_path)[0][0], made[0][token])
 
@@ -323,6 +323,6 @@ def test_cases_are_hit_by_every_block_size(tmp_path: Path) -> None:
     crowded: Case[Any] = next(c for c in SPEC.cases if c.name == "crowded")
     given = SPEC.inputs(crowded, torch.Generator().manual_seed(2))
     want = wanted(given, crowded.params)
-    for block_m, tail in ((16, 0), (64, 16), (128, 16)):
+    for block_m, tail in ((16, 0), (128, 16)):
         (made,) = run(SPEC, crowded.params, config(block_m, 64, 64, 2, tail), given, tmp_path)
         assert float((made.double() - want).abs().max()) <= 2**-7 * float(want.abs().max())
