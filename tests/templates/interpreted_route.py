@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepinfer_compile import ops
 from deepinfer_compile.kernels import Call, specs
+from tests.far_memory import fenced, sparse
 from tests.triton_interpreter import run
 
 SPEC = next(s for s in specs() if s.op is ops.ROUTE)
@@ -195,6 +196,7 @@ def test_gen_1_neighbours_do_not_count(experts: int, tmp_path: Path) -> None:
         made += [
             route(wide[:3, 2 : 2 + experts], wide_bias[:experts], tmp_path, rows, k=min(3, experts)) for rows in (1, 4)
         ]
+    made.append(route(fenced(logits), fenced(bias), tmp_path, 4, k=min(3, experts)))
     for _, ids, weights in made[1:]:
         assert torch.equal(ids, made[0][1])
         assert torch.equal(weights, made[0][2])
@@ -203,7 +205,7 @@ def test_gen_1_neighbours_do_not_count(experts: int, tmp_path: Path) -> None:
 def test_no_tokens_and_rows_past_2_to_31_elements(tmp_path: Path) -> None:
     assert route(torch.empty(0, 8), None, tmp_path)[1].shape == (0, 3)
     logits = random(3, 16, seed=8).bfloat16()
-    apart = torch.empty((1 << 31) + 64, dtype=torch.bfloat16).as_strided((3, 16), ((1 << 30) + 16, 1))
+    apart = sparse((1 << 31) + 64, dtype=torch.bfloat16).as_strided((3, 16), ((1 << 30) + 16, 1))
     apart.copy_(logits)
     assert torch.equal(route(apart, None, tmp_path)[1], route(logits, None, tmp_path)[1])
 
