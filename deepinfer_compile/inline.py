@@ -115,6 +115,10 @@ class Inliner(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         op = ops.find(target)
         if op is None:
+            if target is torch.ops.aten.linear.default and self.rendered is not None and not kwargs:
+                made = self.rendered.linear(args[0], args[1], args[2] if len(args) > 2 else None)
+                if made is not None:
+                    return made
             kernel = self.kernels.get("linear") if target is torch.ops.aten.linear.default else None
             if kernel is not None and not kwargs and args[1].numel() * args[1].element_size() >= KERNEL_BYTES:
                 return kernel(args[0], args[1], args[2] if len(args) > 2 else None)

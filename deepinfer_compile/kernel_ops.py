@@ -30,8 +30,12 @@ from deepinfer_compile.ops.registry import Op
 from deepinfer_compile.runtime.launch import Buffer, Expr, Launch, LaunchPlan
 
 NAMESPACE = "deepinfer_kernels"
-OURS = ("latent_attention", "experts", "route")
+OURS = ("latent_attention", "experts", "route", "linear")
 """Operations whose kernels beat what Inductor makes of them; the others it fuses with their neighbours."""
+FEW = 4
+"""Tokens up to which our linear layer beats the library's."""
+LARGE = 1 << 20
+"""Bytes of a weight that is worth a launch of ours."""
 DIALECT = "triton"
 
 
@@ -69,6 +73,16 @@ class Rendered:
         if isinstance(wanted, tuple):
             return tuple(t.view(w.shape) for t, w in zip(made, wanted, strict=True))
         return made.view(wanted.shape)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """A linear layer of few tokens, or None where a library does as well or better."""
+        count = prod(x.shape[:-1])
+        if not isinstance(count, int) or count > FEW or weight.dtype != torch.bfloat16:
+            return None
+        if weight.numel() * weight.element_size() < LARGE:
+            return None
+        made: Tensor | None = self.call(ops.LINEAR, (x.reshape(count, x.shape[-1]), weight, bias), {})
+        return made.view(*x.shape[:-1], weight.shape[0]) if made is not None else None
 
     def _kernel(self, op: Op, given: Mapping[str, Any]) -> Kernel | Refused:
         call = Call(op, given, "decode")

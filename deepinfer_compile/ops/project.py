@@ -1,4 +1,5 @@
-"""The output projection: only the rows whose logits are wanted reach the vocabulary matrix."""
+"""Products with a weight: a linear layer as kernels compute it, and the output projection, where only the rows whose
+logits are wanted reach the vocabulary matrix."""
 
 from __future__ import annotations
 
@@ -6,6 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepinfer_compile.ops.registry import Work, define, size_bytes
+
+LINEAR = define(
+    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    reference=F.linear,
+    fake=lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
+    work=lambda x, weight, bias: Work(
+        2 * (x.numel() // x.shape[-1]) * weight.numel(),
+        size_bytes(x, weight, bias) + x.numel() // x.shape[-1] * weight.shape[0] * x.element_size(),
+    ),
+)
+"""x [..., K], weight [N, K], bias [N] or None -> [..., N]. Graphs hold aten.linear, kernels are bound to this."""
 
 
 def _output_projection(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

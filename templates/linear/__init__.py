@@ -1,0 +1,194 @@
+"""A linear layer for few tokens, bound by reading the weight once.
+
+Libraries choose their tiles for many rows; with a handful, what counts is that every core has enough of the weight in
+flight. Narrow tiles give wide layers that many programs, and layers too narrow for that are split over their terms,
+the parts added in a fixed order by a second launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from deepinfer_compile import ops
+from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, alignment, pointer, type_name
+from deepinfer_compile.ops.registry import Work
+from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
+
+DTYPES = (torch.float32, torch.bfloat16)
+BLOCK_T = 16
+"""Tokens of a tile: the least that the matrix units take."""
+JOINED = 512
+LEAST_TERMS = 1024
+"""Terms of a part, below which its beginning and end cost more than what it reads."""
+MOST_PARTS = 16
+
+
+@dataclass(frozen=True)
+class Params:
+    """terms: elements of a token. lines: rows of the weight. align: elements, of which rows start at a multiple."""
+
+    terms: int
+    lines: int
+    dtype: torch.dtype
+    biased: bool
+    align: int
+
+    def __post_init__(self) -> None:
+        if min(self.terms, self.lines) < 1:
+            raise ValueError(f"a weight of {self.lines} x {self.terms}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """block_n: weight rows of a tile. block_k: terms read at a time. split: parts of the terms, a power of two."""
+
+    block_t: int
+    block_n: int
+    block_k: int
+    split: int
+    num_warps: int
+    num_stages: int
+
+
+def bind(call: Call) -> Params | Refused:
+    """Params of a call of linear."""
+    given = call.arguments
+    x, weight, bias = given["x"], given["weight"], given["bias"]
+    if weight.dtype not in DTYPES or any(t is not None and t.dtype != weight.dtype for t in (x, bias)):
+        return Refused(f"a weight of {weight.dtype} for rows of {x.dtype}")
+    if not all(isinstance(n, int) for n in weight.shape) or not all(
+        statically_known_true(n == 1) for n in x.shape[:-2]
+    ):
+        return Refused("rows under more than one size; collapse them to one")
+    for tensor in (x, weight, bias):
+        if tensor is not None and not statically_known_true(tensor.stride(-1) == 1):
+            return Refused("the elements of a row do not lie side by side")
+    return Params(weight.shape[1], weight.shape[0], weight.dtype, bias is not None, alignment(x, weight, bias))
+
+
+def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
+    tile = (config.block_t + config.block_n) * config.block_k * params.dtype.itemsize
+    parts = config.split == 1 or params.terms // config.split >= min(LEAST_TERMS, config.block_k)
+    fits = tile * config.num_stages <= limits.shared_bytes and config.num_warps <= limits.max_warps
+    return fits and parts and config.block_k <= max(16, _two(params.terms))
+
+
+def _two(number: int) -> int:
+    """The next power of two."""
+    return 1 << (number - 1).bit_length()
+
+
+def default(params: Params, limits: Limits, tokens: int) -> Config:
+    """The widest tile with which programs fill the cores one and a half times."""
+    wanted = limits.cores * 3 // 2
+    for block_n in (64, 32, 16):
+        programs = -(-params.lines // block_n)
+        most = min(MOST_PARTS, max(1, params.terms // LEAST_TERMS))
+        if programs * most >= wanted or block_n == 16:
+            split = min(_two(max(1, -(-wanted // programs))), 1 << (most.bit_length() - 1))
+            for block_k, stages in product((256 if block_n < 64 else 128, 128, 64, 32, 16), (4, 2, 1)):
+                config = Config(BLOCK_T, block_n, block_k, split, min(4, limits.max_warps), stages)
+                if _is_legal(params, config, limits):
+                    return config
+    raise ValueError(f"no tile of {params} fits {limits.shared_bytes} bytes")
+
+
+def space(params: Params, limits: Limits) -> Iterator[Config]:
+    """Every legal Config in a fixed order."""
+    for n, k, split, warps, stages in product(
+        (16, 32, 64, 128), (16, 32, 64, 128, 256), (1, 2, 4, 8, 16), (2, 4, 8), (1, 2, 3, 4)
+    ):
+        config = Config(BLOCK_T, n, k, split, warps, stages)
+        if _is_legal(params, config, limits):
+            yield config
+
+
+def plan(params: Params, config: Config) -> LaunchPlan:
+    """The products, and their sum where there are parts."""
+    name, align = type_name(params.dtype), params.align
+    tokens: Expr = ("size", "x", -2)
+    operands = [
+        Operand("x", name, (None, params.terms)),
+        Operand("weight", name, (params.lines, params.terms)),
+        *([Operand("bias", name, (params.lines,))] if params.biased else []),
+    ]
+    bias = [pointer("bias", params.dtype, align)] if params.biased else []
+    out = pointer("out", params.dtype)
+    split = config.split > 1
+    ends = [pointer("part", torch.float32)] if split else [*bias, out]
+    given = [pointer("x", params.dtype, align), pointer("weight", params.dtype, align), *ends]
+    given.append(Argument("tokens", "i32", tokens))
+    given += [Argument("x_token", "i64", ("stride", "x", -2), align)]
+    given += [Argument("weight_line", "i64", ("stride", "weight", 0), align)]
+    grid: tuple[Expr, ...] = (-(-params.lines // config.block_n), config.split, ("cdiv", tokens, config.block_t))
+    launches = [Launch("linear", grid, tuple(given), {"num_warps": config.num_warps, "num_stages": config.num_stages})]
+    if split:
+        joined = (pointer("part", torch.float32), *bias, out, Argument("tokens", "i32", tokens))
+        launches.append(Launch("join", (tokens, -(-params.lines // JOINED)), joined, {"num_warps": 4}))
+    scratch = (Buffer("part", "float32", (config.split, tokens, params.lines)),) if split else ()
+    return LaunchPlan(tuple(operands), (Buffer("out", name, (tokens, params.lines)),), scratch, tuple(launches))
+
+
+def work(params: Params, new: Sequence[int], lengths: Sequence[int]) -> Work:
+    """Weight and bias are read once, tokens and results moved once."""
+    tokens = sum(new)
+    moved = params.lines * (params.terms + params.biased) + tokens * (params.terms + params.lines)
+    return Work(2 * tokens * params.lines * params.terms, moved * params.dtype.itemsize)
+
+
+def inputs(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
+    """Rows apart from each other in NaN."""
+    params = case.params
+
+    def rows(count: int) -> Tensor:
+        gap = ((params.terms // params.align) | 1) + 2
+        wide = torch.full((count + 1, gap * params.align), math.nan, dtype=params.dtype)
+        found: Tensor = wide[1:, params.align : params.align + params.terms]
+        found.copy_(torch.randn(found.shape, generator=generator))
+        return found
+
+    bias = torch.randn(params.lines, generator=generator).to(params.dtype) if params.biased else None
+    return {"x": rows(sum(case.new)), "weight": rows(params.lines).mul_(params.terms**-0.5), "bias": bias}
+
+
+def _case(name: str, tokens: int, **changes: Any) -> Case[Params]:
+    return Case(name, replace(Params(96, 80, torch.float32, False, 4), **changes), (tokens,), (tokens,))
+
+
+BF16 = {"dtype": torch.bfloat16, "align": 16}
+CASES = (
+    _case("one", 2, terms=1, lines=1, align=1),
+    _case("odd", 3, terms=130, lines=67, biased=True, align=1),
+    _case("even", 16, terms=256, lines=64, **BF16),
+    _case("many", 33, terms=40, lines=24, biased=True, **BF16),
+    _case("split", 5, terms=2100, lines=40, align=2),
+    _case("narrow", 1, terms=4096, lines=48, biased=True, **BF16),
+    _case("typical", 16, terms=7168, lines=18432, **BF16),
+    _case("largest", 16, terms=18432, lines=129280, **BF16),
+)
+
+SPECS = (
+    KernelSpec(
+        name="linear",
+        op=ops.LINEAR,
+        params=Params,
+        config=Config,
+        sources={"triton": "triton.py.j2"},
+        bind=bind,
+        default=default,
+        space=space,
+        plan=plan,
+        work=work,
+        cases=CASES,
+        inputs=inputs,
+        tolerance={torch.float32: 5e-6, torch.bfloat16: 2**-7},
+    ),
+)
