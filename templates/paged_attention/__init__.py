@@ -1,9 +1,9 @@
-"""Attention of few new tokens a request (decode, verification) over the paged cache.
+"""Attention of new tokens over the paged cache.
 
-Bound by reading the cache once, so a program holds all query heads of one key head, and the context is split where the
-requests alone do not fill the target (flash-decoding). How many pieces pays follows from the number of requests, so it
-is chosen by token bucket; with one piece there is no scratch memory and no merge. Any number of new tokens a request is
-right; many of them would read the cache once a tile, so prefill is refused here and needs a kernel tiled over queries.
+With few new tokens a request (decode, verification) it is bound by reading the cache once, so a program holds all query
+heads of one key head, and the context is split where the requests alone do not fill the target (flash-decoding). How
+many pieces pays follows from the number of requests, so it is chosen by token bucket; with one piece there is no
+scratch memory and no merge. With many (prefill) a program has one tile of tokens instead of a piece of the context.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from deepinfer_compile.templates.paged_attention.batch import paged_batch
 DTYPES = (torch.float32, torch.bfloat16)
 QUERIES = {"decode": 1, "verify": 8}
 """New tokens of a request that share one reading of the cache, by phase."""
+TILED_ROWS = 128
+"""Rows (heads of a group times tokens) of a program in prefill."""
 WIDEST = 256
 SMALLEST_TILE = 16
 """Rows and columns: the least that Triton multiplies."""
@@ -36,7 +38,8 @@ MOST_PIECES = 32
 class Params:
     """key_width, value_width: elements of a key and of a value; a cache row has the larger. scale, window, softcap: as
     in the operation. sinks: whether there are sink logits, of `dtype`. queries: new tokens of a request that share one
-    reading of the cache. align: elements, of which every row starts at a multiple."""
+    reading of the cache. tiled: a program has that many tokens of a request, not all of them. align: elements, of which
+    every row starts at a multiple."""
 
     heads: int
     kv_heads: int
@@ -49,6 +52,7 @@ class Params:
     softcap: float
     sinks: bool
     queries: int
+    tiled: bool
     align: int
 
     def __post_init__(self) -> None:
@@ -69,11 +73,9 @@ class Config:
 
 
 def bind(call: Call) -> Params | Refused:
-    """Params of a call of cached_attention in a phase with few new tokens a request."""
+    """Params of a call of cached_attention."""
     given = call.arguments
     q, k, v, kv, sinks = (given[name] for name in ("q", "k", "v", "kv", "sinks"))
-    if call.phase not in QUERIES:
-        return Refused(f"{call.phase} has many new tokens a request, which needs a kernel tiled over queries")
     if q.dtype not in DTYPES or any(t is not None and t.dtype != q.dtype for t in (k, v, kv, sinks)):
         return Refused(f"{q.dtype} queries with a {kv.dtype} cache")
     sizes = (*q.shape[1:], *k.shape[1:], *v.shape[1:], *kv.shape[1:])
@@ -97,7 +99,8 @@ def bind(call: Call) -> Params | Refused:
         window=int(given["window"]),
         softcap=float(given["softcap"]),
         sinks=sinks is not None,
-        queries=QUERIES[call.phase],
+        queries=QUERIES.get(call.phase, max(1, TILED_ROWS // (q.shape[1] // k.shape[1]))),
+        tiled=call.phase not in QUERIES,
         align=alignment(q, k, v, kv, sinks),
     )
 
@@ -129,11 +132,12 @@ def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
 
 def default(params: Params, limits: Limits, tokens: int) -> Config:
     """Half a page or more at a time, two stages, and pieces until every core has two programs."""
-    block_m = min(max(SMALLEST_TILE, _two(_rows(params))), 64)
-    programs = -(-tokens // params.queries) * params.kv_heads * -(-_rows(params) // block_m)
-    pieces = min(MOST_PIECES, _two(max(1, 2 * limits.cores // programs)))
-    for block_n, stages in product((64, 32, 16), (2, 1)):
-        config = Config(block_m, min(block_n, params.page), pieces, 8 if block_m == 64 else 4, stages)
+    largest = min(max(SMALLEST_TILE, _two(_rows(params))), TILED_ROWS if params.tiled else 64)
+    programs = -(-tokens // params.queries) * params.kv_heads * -(-_rows(params) // largest)
+    pieces = 1 if params.tiled else min(MOST_PIECES, _two(max(1, 2 * limits.cores // programs)))
+    rows = [m for m in (128, 64, 32, 16) if m <= largest]
+    for block_m, block_n, stages in product(rows, (64, 32, 16), (2, 1)):
+        config = Config(block_m, min(block_n, params.page), pieces, 8 if block_m >= 64 else 4, stages)
         warps = min(config.num_warps, limits.max_warps, max(1, block_m * config.block_n // SMALLEST_TILE**2))
         config = replace(config, num_warps=warps)
         if _is_legal(params, config, limits):
@@ -145,7 +149,8 @@ def space(params: Params, limits: Limits) -> Iterator[Config]:
     """Every legal Config in a fixed order."""
     most = min(max(SMALLEST_TILE, _two(_rows(params))), 128)
     tiles = [m for m in (16, 32, 64, 128) if m <= most]
-    for m, n, pieces, warps, stages in product(tiles, (16, 32, 64), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8), (1, 2, 3, 4)):
+    parts = (1,) if params.tiled else (1, 2, 4, 8, 16, 32)
+    for m, n, pieces, warps, stages in product(tiles, (16, 32, 64), parts, (1, 2, 4, 8), (1, 2, 3, 4)):
         config = Config(m, n, pieces, warps, stages)
         if _is_legal(params, config, limits):
             yield config
@@ -160,7 +165,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         Launch("write_rows", (tokens,), _write_arguments(params), {"num_warps": 1}),
         Launch(
             "attend",
-            (requests, tiles, config.pieces),
+            (requests, tiles, ("cdiv", tokens, params.queries) if params.tiled else config.pieces),
             _attend_arguments(params, config),
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
         ),
@@ -242,7 +247,7 @@ def work(params: Params, new: Sequence[int], lengths: Sequence[int]) -> Work:
 
 
 def _case(name: str, new: tuple[int, ...], lengths: tuple[int, ...], **changes: Any) -> Case[Params]:
-    usual = Params(8, 2, 64, 64, PAGE_SIZE, torch.bfloat16, 0.125, 0, 0.0, False, 1, 16)
+    usual = Params(8, 2, 64, 64, PAGE_SIZE, torch.bfloat16, 0.125, 0, 0.0, False, 1, False, 16)
     return Case(name, replace(usual, **changes), new, lengths)
 
 
@@ -258,7 +263,10 @@ CASES = (
     _case("sinks", (1, 1), (3, 260), sinks=True, heads=40, kv_heads=1, window=128),
     _case("verify", (3, 1, 8, 11), (3, 64, 70, 130), queries=8, sinks=True, softcap=2.0, **NARROW, **F32),
     _case("wide", (2, 5), (66, 40), queries=8, heads=12, key_width=192, value_width=128, window=9),
+    _case("prompts", (70, 1, 0, 33), (100, 1, 65, 33), queries=32, tiled=True, **NARROW, **F32),
+    _case("chunk", (40, 9), (200, 9), heads=6, queries=42, tiled=True, window=50, sinks=True, softcap=3.0),
     _case("typical", (1,) * 64, (4096,) * 64, heads=32, kv_heads=8, key_width=128, value_width=128),
+    _case("prefill", (4096,) * 4, (4096,) * 4, queries=32, tiled=True, key_width=128, value_width=128),
     _case("largest", (1,) * 256, (8192,) * 256, heads=64, kv_heads=8, key_width=128, value_width=128),
 )
 

@@ -16,7 +16,7 @@ from deepinfer_compile.kernels import Case, specs
 from tests.triton_interpreter import run
 
 SPEC = next(s for s in specs() if s.op is ops.CACHED_ATTENTION)
-BASE = SPEC.params(3, 1, 2, 2, 64, torch.float32, 1.0, 0, 0.0, False, 1, 1)
+BASE = SPEC.params(3, 1, 2, 2, 64, torch.float32, 1.0, 0, 0.0, False, 1, False, 1)
 """Three heads over one, keys and values of two elements."""
 
 

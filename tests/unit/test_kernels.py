@@ -220,7 +220,6 @@ def test_what_a_kernel_does_not_take_is_refused_with_the_reason() -> None:
     attention = next(s for s in specs() if s.op is ops.CACHED_ATTENTION)
     given_ = attention.inputs(attention.cases[1], torch.Generator())
     for phase, changes, reason in (
-        ("prefill", {}, "tiled over queries"),
         ("decode", {"kv": given_["kv"].double()}, "cache"),
         ("decode", {"v": torch.ones(3, 2, 300)}, "wider"),
         ("decode", {"q": given_["q"].transpose(1, 2)}, "'q'"),
