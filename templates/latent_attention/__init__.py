@@ -1,10 +1,11 @@
-"""Latent attention of few new tokens in the absorbed form: over the paged cache, and over whole tensors with a mask.
+"""Latent attention in the absorbed form: over the paged cache, and over whole tensors with a mask.
 
 One latent row serves all heads, as key and as value, so a program holds as many heads as its registers allow and the
 row is read once. What reads the latents (`attend`) is split over the context where requests and heads alone do not fill
 the target; the two products with the heads' own weights are launches of their own, because there each weight is read
-once for all tokens. With a boolean mask, blocks before the first and after the last visible key are never read: a
-static cache is mostly empty.
+once for all tokens. Prefill is done in the same form whatever the graph says, a tile of tokens a program: expanding the
+context first would take a third of the arithmetic, and memory for the keys and values of every head. With a boolean
+mask, blocks before the first and after the last visible key are never read: a static cache is mostly empty.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from deepinfer_compile.templates.latent_attention.batch import paged_batch, whol
 DTYPES = (torch.float32, torch.bfloat16)
 QUERIES = {"decode": 1, "verify": 8}
 """New tokens of a request that share one reading of the paged cache, by phase."""
+TILED_ROWS = 128
+"""Rows (heads times tokens) of a program in prefill."""
 MOST_QUERIES = 64
 """New tokens a request of the form on whole tensors: more of them cost less when the latent is expanded."""
 WIDEST = {torch.float32: 256, torch.bfloat16: 512}
@@ -40,7 +43,8 @@ MASKS = ("causal", "bool", "additive")
 @dataclass(frozen=True)
 class Params:
     """nope, rope: elements of a query's two parts. latent, value: elements of a cache row's first part and of a head's
-    result. page: tokens of a page, 0 for whole tensors. queries: new tokens of a request that share one reading.
+    result. page: tokens of a page, 0 for whole tensors. queries: new tokens of a request that share one reading. tiled:
+    a program has that many tokens of a request, not all of them.
     mask: how what a token sees is given. value_rows: the up-projection of values lies with
     its latent elements side by side. align: elements, of which every row starts at a multiple."""
 
@@ -53,6 +57,7 @@ class Params:
     dtype: torch.dtype
     scale: float
     queries: int
+    tiled: bool
     mask: str
     value_rows: bool
     align: int
@@ -101,7 +106,8 @@ def bind(call: Call) -> Params | Refused:
         page=given["latent"].shape[1] if paged else 0,
         dtype=q_nope.dtype,
         scale=float(given["scale"]),
-        queries=QUERIES[call.phase] if paged else q_nope.shape[2],
+        queries=QUERIES.get(call.phase, max(1, TILED_ROWS // heads)) if paged else q_nope.shape[2],
+        tiled=paged and call.phase not in QUERIES,
         mask=kind,
         value_rows=uv is not w_uv,
         align=alignment(q_nope, q_rope, w_uk, uv, *tensors),
@@ -115,8 +121,6 @@ def _unfit(call: Call, names: Sequence[str]) -> str:
     """Why the operands are not as the kernel reads them, or nothing."""
     given = call.arguments
     q_nope, w_uv, mask = given["q_nope"], given["w_uv"], given.get("mask")
-    if "latent" in given and (call.phase not in QUERIES or given["form"] != "absorbed"):
-        return f"{call.phase} in the {given['form']} form needs a kernel tiled over queries"
     if q_nope.dtype not in DTYPES or any(given[name].dtype != q_nope.dtype for name in names):
         return f"operands of {q_nope.dtype} and other types"
     sizes = (*given["w_uk"].shape, *w_uv.shape, given["q_rope"].shape[-1])
@@ -207,6 +211,8 @@ def _fitting(params: Params, limits: Limits, block_m: int, programs: int, tokens
             continue
         config = Config(block_m, block_n, 1, warps, stages, **sides)
         if _is_legal(params, config, limits):
+            if params.tiled:
+                return config
             together = min(2, limits.shared_bytes // _shared_bytes(params, config))
             pieces = _two(max(1, together * limits.cores // programs))
             return replace(config, pieces=min(MOST_PIECES, pieces))
@@ -218,7 +224,8 @@ def space(params: Params, limits: Limits) -> Iterator[Config]:
     most = min(_tile(params.heads * params.queries), 128)
     sides = [dict(items) for items in {tuple(_sides(params, n).items()): None for n in (1, 32, 64)}]
     tiles = [m for m in (16, 32, 64, 128) if m <= most]
-    for m, n, pieces, warps, stages in product(tiles, (16, 32, 64, 128), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8), (1, 2, 3)):
+    parts = (1,) if params.tiled else (1, 2, 4, 8, 16, 32)
+    for m, n, pieces, warps, stages in product(tiles, (16, 32, 64, 128), parts, (1, 2, 4, 8), (1, 2, 3)):
         for side in sides:
             config = Config(m, n, pieces, warps, stages, **side)
             if _is_legal(params, config, limits):
@@ -237,7 +244,7 @@ def work(params: Params, new: Sequence[int], lengths: Sequence[int]) -> Work:
 
 
 def _case(name: str, new: tuple[int, ...], lengths: tuple[int, ...], **changes: Any) -> Case[Params]:
-    usual = Params(4, 12, 8, 24, 20, PAGE_SIZE, torch.float32, 0.2, 1, "causal", True, 4)
+    usual = Params(4, 12, 8, 24, 20, PAGE_SIZE, torch.float32, 0.2, 1, False, "causal", True, 4)
     return Case(name, replace(usual, **changes), new, lengths)
 
 
@@ -250,7 +257,10 @@ PAGED = (
     _case("absent", (1, 0, 1), (65, 0, 63), heads=3, value_rows=False),
     _case("verify", (3, 1, 8, 11), (3, 64, 70, 130), queries=8),
     _case("wide", (2, 5), (66, 40), queries=8, heads=5, **BF16),
+    _case("prompts", (70, 1, 0, 33), (100, 1, 65, 33), queries=32, tiled=True),
+    _case("chunk", (19, 9), (150, 9), heads=6, queries=21, tiled=True, **BF16),
     _case("typical", (1,) * 64, (4096,) * 64, **V3),
+    _case("prefill", (4096,) * 4, (4096,) * 4, tiled=True, **V3),
     _case("largest", (1,) * 256, (8192,) * 256, **V3),
 )
 WHOLE = {"page": 0}

@@ -48,6 +48,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     columns = params.heads * -(-params.latent // config.absorb_n)
     grid: Expr = ("mul", tiles, columns)
     side = {"num_warps": config.side_warps}
+    parts: Expr = ("cdiv", tokens, params.queries) if params.tiled else config.pieces
     scratch = [Buffer("queries", name, (tokens, params.heads, params.latent))]
     if params.mask == "bool":
         grid = ("add", requests, grid)
@@ -70,7 +71,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         tuple(scratch),
         (
             Launch("absorb", (grid,), _absorb_arguments(params), side),
-            Launch("attend", (rows, requests, config.pieces), _attend_arguments(params, config), main),
+            Launch("attend", (rows, requests, parts), _attend_arguments(params, config), main),
             *merge,
             Launch("project", project_grid, _project_arguments(params), side),
         ),
