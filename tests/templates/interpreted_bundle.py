@@ -63,7 +63,7 @@ def test_programs_with_kernels_equal_eager(name: str, tmp_path: Path, monkeypatc
     monkeypatch.setattr(cubins, "Cubin", Interpreted)
     monkeypatch.setattr(loading, "_has_device", lambda requires: True)
     monkeypatch.setattr(loading, "_device", lambda variant: torch.device("cpu"))
-    given = prompts(lengths=(5, 1, 9))
+    given = prompts(lengths=(5, 1, 90))
     llm = dc.load(tmp_path / "bundle", target="nvidia-sm90")
     assert bundle_tokens(llm, given, 4) == [eager_tokens(model, p, 4) for p in given]
     assert Interpreted.ran == wanted
