@@ -34,6 +34,8 @@ OURS = ("latent_attention", "experts", "route", "linear")
 """Operations whose kernels beat what Inductor makes of them; the others it fuses with their neighbours."""
 FEW = 4
 """Tokens up to which our linear layer beats the library's."""
+SOME = 8
+"""Tokens to expect at least where their number varies: one graph then serves a few requests and many."""
 LARGE = 1 << 20
 """Bytes of a weight that is worth a launch of ours."""
 DIALECT = "triton"
@@ -85,6 +87,8 @@ class Rendered:
         return made.view(*x.shape[:-1], weight.shape[0]) if made is not None else None
 
     def _kernel(self, op: Op, given: Mapping[str, Any]) -> Kernel | Refused:
+        if op is ops.LATENT_ATTENTION and given["c"].dtype == torch.float32:
+            return Refused("products in fp32 are faster in a library")
         call = Call(op, given, "decode")
         reasons = []
         for spec in specs():
@@ -104,10 +108,11 @@ def _expanded(mask: Tensor, q_nope: Tensor) -> Tensor:
 
 
 def _tokens(op: Op, given: Mapping[str, Any]) -> int:
-    """How many new tokens a call has, where that varies as many as in the call that was traced."""
+    """About how many new tokens a call has: where that varies, those of the call that was traced, or SOME."""
     first = given[op.overload._schema.arguments[0].name]
     sizes = (first.shape[0], first.shape[2]) if op is ops.LATENT_ATTENTION else first.shape[:-1]
-    return prod(int(n.node.hint if isinstance(n, torch.SymInt) else n) for n in sizes)
+    count = prod(int(n.node.hint if isinstance(n, torch.SymInt) else n) for n in sizes)
+    return max(count, SOME) if any(isinstance(n, torch.SymInt) for n in sizes) else count
 
 
 _MADE: dict[str, Kernel] = {}
