@@ -55,7 +55,8 @@ class Limits:
     """Data about a target, all that common code may ask.
 
     dtypes: weight types it computes in. device: torch device type that runs it. shared_bytes: on-chip memory of one
-    program. cores: programs that run at the same time at least. max_warps: warps of one program.
+    program. cores: programs that run at the same time at least. max_warps: warps of one program. read_bytes, flops:
+    what it reads and computes (in 16 bits) a second at best, 0 where nobody knows.
     """
 
     dtypes: tuple[str, ...]
@@ -63,6 +64,14 @@ class Limits:
     shared_bytes: int = 0
     cores: int = 1
     max_warps: int = 1
+    read_bytes: float = 0.0
+    flops: float = 0.0
+
+    def modelled(self, work: Work) -> float:
+        """Seconds that a call takes at least: its bytes or its arithmetic, whichever is longer. 0 without figures."""
+        if not self.read_bytes or not self.flops:
+            return 0.0
+        return max(work.bytes / self.read_bytes, work.flops / self.flops)
 
 
 @dataclass(frozen=True)

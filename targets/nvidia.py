@@ -151,10 +151,19 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
-def _limits(cores: int) -> Limits:
+def _limits(cores: int, read_bytes: float, flops: float) -> Limits:
     """227 KiB of shared memory and 32 warps for a program."""
-    return Limits(("float32", "bfloat16"), "cuda", shared_bytes=227 * 1024, cores=cores, max_warps=32)
+    return Limits(
+        ("float32", "bfloat16"),
+        "cuda",
+        shared_bytes=227 * 1024,
+        cores=cores,
+        max_warps=32,
+        read_bytes=read_bytes,
+        flops=flops,
+    )
 
 
-SM90 = NvidiaTarget("nvidia-sm90", (9, 0), _limits(132))
-SM100 = NvidiaTarget("nvidia-sm100", (10, 0), _limits(148))
+# an H200's measured rates; a B200's from its data sheet
+SM90 = NvidiaTarget("nvidia-sm90", (9, 0), _limits(132, 4.5e12, 7.5e14))
+SM100 = NvidiaTarget("nvidia-sm100", (10, 0), _limits(148, 8.0e12, 2.25e15))

@@ -6,11 +6,21 @@ from collections import Counter
 from math import prod
 from typing import Any
 
+from jinja2 import TemplateNotFound
+
+from deepinfer_compile import render
 from deepinfer_compile.bundle import LEDGER, BundleFiles, torch_dtype
+from deepinfer_compile.errors import CompileError
+from deepinfer_compile.kernels import specs
 from deepinfer_compile.runtime.batch import PAGE_SIZE, CacheGroup
 from deepinfer_compile.runtime.pages import demand, pages_for
 from deepinfer_compile.runtime.stored import Stored, read_programs
+from deepinfer_compile.targets import get_target
 
+CONTEXT = 4096
+"""Tokens of context of a request for which the work of a kernel is shown."""
+MANY = 8192
+"""Tokens for which the work of a kernel without a limit is shown."""
 WHOLE_STEP = 2048
 """New tokens of one step, for what a window layer must hold: the loader's default."""
 
@@ -31,6 +41,7 @@ def describe_bundle(files: BundleFiles) -> dict[str, Any]:
         "cache_bytes_per_request": sum(_request_bytes(c, limit) for c in caches),
         "variants": manifest.variants,
         "kernels": _kernels(files, stored.programs),
+        "context": CONTEXT,
         "passes": [
             {"program": k, **record} for k, records in manifest.build.get("passes", {}).items() for record in records
         ],
@@ -96,20 +107,41 @@ def _kernels(files: BundleFiles, programs: dict[str, Any]) -> list[dict[str, Any
                 place = {"target": target, "program": program, "block": block}
                 found = files.json(variant["blocks"][digest])["programs"][program]
                 for node, entry in found["kernels"].items():
-                    used = [_kernel(tokens, name, records[name]) for tokens, name in entry["choices"]]
+                    used = [_kernel(tokens, name, records[name], program) for tokens, name in entry["choices"]]
                     rows.append({**place, "node": node, "op": entry["op"], "kernel": entry["kernel"], "choices": used})
                 for node, entry in found["left"].items():
                     rows.append({**place, "node": node, "op": entry["op"], "left": entry["reason"]})
     return rows
 
 
-def _kernel(tokens: int | None, name: str, record: dict[str, Any]) -> dict[str, Any]:
-    """One choice: up to how many tokens, which config, and what each launch of it takes."""
+def _kernel(tokens: int | None, name: str, record: dict[str, Any], program: str) -> dict[str, Any]:
+    """One choice: up to how many tokens, which config, what each launch of it takes, and its work."""
     launches = [
         {"entry": launch["entry"], **{key: binary[key] for key in ("registers", "stack_bytes", "shared_bytes")}}
         for launch, binary in zip(record["plan"]["launches"], record["binaries"])
     ]
-    return {"tokens": tokens, "hash": name, "config": record["config"], "launches": launches}
+    made = {"tokens": tokens, "hash": name, "config": record["config"], "launches": launches}
+    return {**made, "work": _work(record, tokens or MANY, program)}
+
+
+def _work(record: dict[str, Any], tokens: int, program: str) -> dict[str, Any] | None:
+    """What one call costs by the template's own count: flops, bytes, and the least time at the target's best rates.
+
+    In prefill the tokens are one prompt, else a request each with a context of CONTEXT. None where the template is not
+    the one that the kernel was made from.
+    """
+    try:
+        template, data, digest = render.parse_stamp(record["stamp"])
+        if render.digest(template) != digest:
+            return None
+        spec = next(s for s in specs() if s.name == record["kernel"] and s.op.name == record["op"])
+    except (CompileError, TemplateNotFound, StopIteration):
+        return None
+    params = spec.params(**{name: render.decode(item) for name, item in data["params"].items()})
+    new, lengths = ((tokens,), (tokens,)) if program == "prefill" else ((1,) * tokens, (CONTEXT,) * tokens)
+    work = spec.work(params, new, lengths)
+    seconds = get_target(record["target"]).limits.modelled(work)
+    return {"tokens": tokens, "context": lengths[0], "flops": work.flops, "bytes": work.bytes, "seconds": seconds}
 
 
 def _request_bytes(cache: dict[str, Any], limit: int) -> int:

@@ -94,6 +94,7 @@ def _kernels(found: dict[str, Any], console: Console) -> None:
             lines = tuple(_choice(choice) for choice in row["choices"])
             bound.setdefault((f"{row['block']} {row['node']}: {row['kernel']}", *lines), []).append(row["program"])
         console.print(f"\nKernels of {target}", style="bold")
+        console.print(f"work: a token a request with {found['context']} of context, in prefill one prompt")
         for (head, *choices), programs in bound.items():
             console.print("\n  ".join((f"{', '.join(programs)}: {head}", *choices)), soft_wrap=True)
         shown = table("without a kernel", "because", "nodes")
@@ -110,7 +111,15 @@ def _choice(choice: dict[str, Any]) -> str:
         "/".join(str(n[key]) for n in choice["launches"]) for key in ("registers", "shared_bytes", "stack_bytes")
     )
     spills = f", {stack} bytes of stack" if stack.strip("0/") else ""
-    return f"{upto}: {config}; {registers} registers, {shared} bytes shared{spills}"
+    return f"{upto}: {config}; {registers} registers, {shared} bytes shared{spills}{_cost(choice['work'])}"
+
+
+def _cost(work: dict[str, Any] | None) -> str:
+    """What a call costs, in words."""
+    if work is None:
+        return ""
+    time = f", {work['seconds'] * 1e6:.3g} us at best" if work["seconds"] else ""
+    return f"; {plural(work['tokens'], 'token')}: {work['flops'] / 1e9:.3g} GFLOP, {work['bytes'] / 1e6:.3g} MB{time}"
 
 
 def _passes(found: dict[str, Any], console: Console) -> None:

@@ -160,6 +160,12 @@ def test_inspect_shows_kernels_and_what_is_left(bundle: Path) -> None:
     assert [n["entry"] for n in attention["choices"][0]["launches"]] == ["write_rows", "attend", "merge"]
     assert [n["entry"] for n in attention["choices"][-1]["launches"]] == ["write_rows", "attend"]
     assert all(n["registers"] > 0 for n in attention["choices"][0]["launches"])
+    one = attention["choices"][0]["work"]
+    # a key and a value of 16 elements for each of 4096 positions and 2 key heads, read once, and little else
+    moved = 4096 * 2 * 32 * 4 * one["tokens"]
+    assert moved < one["bytes"] < 1.01 * moved
+    assert one["seconds"] == one["bytes"] / SM90.limits.read_bytes
+    assert "us at best" in done.stdout
 
 
 def test_bnd_3_without_a_gpu_the_variant_is_refused_and_graphs_still_run(llama: Any, bundle: Path) -> None:
