@@ -101,13 +101,14 @@ def open_executor(
     runners = _Runners(files, stored, variant, device)
     programs: dict[str, ProgramRunner] = {}
     held: dict[str, Tensor] = {}
+    copies: dict[tuple[Any, ...], Tensor] = {}
     for name, data in stored.programs.items():
         file = files.manifest.programs[name]["file"]
         for spec in data["weights"].values():
             if spec["tensor"] not in weights:
                 raise MissingWeight(tensor=spec["tensor"], where=file)
             if spec["tensor"] not in held:
-                held[spec["tensor"]] = weights[spec["tensor"]].to(device)
+                held[spec["tensor"]] = _there(weights[spec["tensor"]], device, copies)
         bound = {block: runners.get(digest, name) for block, digest in data["blocks"].items()}
         programs[name] = ProgramRunner(data, bound, held, file)
     model = files.manifest.model
@@ -188,6 +189,16 @@ def _refuse_device(name: str, variants: Mapping[str, Mapping[str, Any]]) -> Wron
     others = [other for other, v in variants.items() if v["requires"].get("device", "cpu") == "cpu" and v["native"]]
     fix = f"load(target={others[0]!r})" if others else "load(native=False)"
     return WrongTarget(built_for=f"{name}, a {device} device of capability {wanted}", found=found, fix=fix)
+
+
+def _there(tensor: Tensor, device: torch.device, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
+    """A weight on the device; names of one tensor share its copy."""
+    if device.type == "cpu":
+        return tensor
+    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    if key not in copies:
+        copies[key] = tensor.to(device)
+    return copies[key]
 
 
 def _device(variant: Mapping[str, Any] | None) -> torch.device:
