@@ -6,6 +6,7 @@ import html
 from typing import TYPE_CHECKING
 
 from deepinfer_compile.bundle import Manifest
+from deepinfer_compile.program import remarks
 
 if TYPE_CHECKING:
     from deepinfer_compile.builder import Compiled
@@ -23,8 +24,7 @@ def markdown(compiled: Compiled, manifest: Manifest) -> str:
     model = manifest.model
     lines = [f"# {model['name']}", "", f"vocabulary {model['vocab_size']}, context {model['max_model_len']}", ""]
     lines += [f"- {key}: {value:.2f} s" for key, value in compiled.seconds.items()]
-    if "traced_all_because" in compiled.captured.info:
-        lines.append(f"- all layers were traced: {compiled.captured.info['traced_all_because']}")
+    lines += [f"- {remark}" for remark in remarks(compiled.captured.info)]
     lines += ["", "## Blocks", "", "| program | block | layers | nodes |", "|---|---|---|---|"]
     for name, program in compiled.programs.items():
         for block, gm in program.blocks.items():

@@ -6,7 +6,7 @@ import gc
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch import nn
 
 from deepinfer_compile.capture import hf
 from deepinfer_compile.capture.export import EXAMPLE_ROWS, EXAMPLE_TOKENS, Exported, export_packed
-from deepinfer_compile.capture.layers import plan_layers, trimmed
+from deepinfer_compile.capture.layers import plan_layers, proven, trimmed
 from deepinfer_compile.capture.partition import LayerPlan, partition
 from deepinfer_compile.capture.rope import Hint, length_dependent, per_request
+from deepinfer_compile.capture.uniform import Doings, doings
 from deepinfer_compile.errors import UnsupportedArchitecture, UnsupportedConstruct
 from deepinfer_compile.program import Program
 
@@ -31,8 +32,9 @@ def capture(
     A Transformers model becomes (input_ids, position_ids, rows) -> logits [N, V]; `attention` and `experts` name the
     implementation of Transformers that is traced, ours by default. Another model keeps its own signature: its first
     parameter becomes the input `input_ids` [1, T], and position_ids or rows are given only if it takes them.
-    The model may live on the meta device; its parameters are neither copied nor read. With trim, only the first and
-    last layer of each kind are traced; a model whose layers do not form a chain is traced whole.
+    The model may live on the meta device; its parameters are neither copied nor read. With trim, only one
+    layer of each kind is traced, where it is proven that the others do the same; a model whose layers do not form a
+    chain is traced whole, and `info["traced_all_because"]` says why.
     `info["max_tokens"]` is set where the model's own tables limit the length.
     Raises UnsupportedConstruct or UnsupportedArchitecture.
     """
@@ -41,15 +43,23 @@ def capture(
 
 
 def _capture(model: nn.Module, trim: bool, chosen: tuple[str, str]) -> Program:
-    plan = plan_layers(model, trim)
     info: dict[str, Any] = {"model": type(model).__name__, "tied": tied_names(model)}
-    if plan is not None and not plan.complete:
+    plan = plan_layers(model)
+    with _prepared(model, chosen) as subject:
+        if plan is not None and trim:
+            try:
+                few = subject.trimmed_plan(plan)
+                if not few.complete:
+                    return _program(subject.export(few), few, {**info, "traced_layers": list(few.kept)})
+            except UnsupportedConstruct as err:
+                info["traced_all_because"] = str(err).splitlines()[0]
+        exported = subject.export(plan)
         try:
-            return _program(_export(model, plan, chosen), plan, {**info, "traced_layers": list(plan.kept)})
+            return _program(exported, plan, info)
         except UnsupportedConstruct as err:
-            info["traced_all_because"] = str(err).splitlines()[0]
-            plan = plan_layers(model, trim=False)
-    return _program(_export(model, plan, chosen), plan, info)
+            if plan is None:
+                raise
+            return _program(exported, None, {**info, "one_block_because": str(err).splitlines()[0]})
 
 
 @contextmanager
@@ -70,14 +80,60 @@ def _program(exported: Exported, plan: LayerPlan | None, info: dict[str, Any]) -
     return partition(exported, plan, "packed", {**info, **limit})
 
 
-def _export(model: nn.Module, plan: LayerPlan | None, chosen: tuple[str, str]) -> Exported:
+@dataclass(frozen=True)
+class _Subject:
+    """A model made ready for tracing: the function of packed tokens, and example inputs under its parameters' names."""
+
+    model: nn.Module
+    function: nn.Module
+    examples: dict[str, torch.Tensor]
+    taken: dict[str, str]
+    constants: dict[str, torch.Tensor]
+
+    @property
+    def prefix(self) -> str:
+        """What the function puts before the model's names."""
+        return "" if self.function is self.model else "model."
+
+    def doings(self, plan: LayerPlan) -> Doings:
+        """What the model does with the plan's layers only."""
+        arguments = {theirs: self.examples[ours] for ours, theirs in self.taken.items()}
+        with trimmed(self.model, plan):
+            return doings(self.function, self.prefix + plan.path, arguments)
+
+    def trimmed_plan(self, plan: LayerPlan) -> LayerPlan:
+        """The fewest layers that show what all do. Raises UnsupportedConstruct if that cannot be proven."""
+        did = self.doings(plan)
+        few = proven(plan, did)
+        if not few.complete and not did.shown_by(self.doings(few), few.kept):
+            raise UnsupportedConstruct(
+                construct=f"with layers {list(few.kept)} alone the model does something else there", fix="trace all"
+            )
+        return few
+
+    def export(self, plan: LayerPlan | None) -> Exported:
+        """Trace the plan's layers."""
+        first: dict[int, str] = {}
+        examples = {self.taken[k]: self.examples[k] for k in self.taken}
+        with trimmed(self.model, plan):
+            tensors = named_tensors(self.model)
+            names = {self.prefix + name: first.setdefault(id(t), name) for name, t in tensors}
+            known = self.function is not self.model
+            exported = export_packed(self.function, examples, self.taken, names, bounded=known)
+        for hole, ref in exported.weights.items():
+            if ref.name in self.constants:
+                exported.weights[hole] = replace(ref, value=self.constants[ref.name])
+        return exported
+
+
+@contextmanager
+def _prepared(model: nn.Module, chosen: tuple[str, str]) -> Iterator[_Subject]:
+    """The model in the state in which it is traced: in eval mode, with our implementations in its interfaces."""
     known = hf.is_hf(model)
     hint, constants = Hint(), dict[str, torch.Tensor]()
-    function, prefix = (hf.PackedCausalLM(model, hint), "model.") if known else (model, "")
-    first: dict[int, str] = {}
-    tensors = list(named_tensors(model))
-    device = tensors[0][1].device if tensors else torch.device("cpu")
-    with torch.device(device):
+    function = hf.PackedCausalLM(model, hint) if known else model
+    first = next(named_tensors(model), None)
+    with torch.device("cpu" if first is None else first[1].device):
         examples = {
             "input_ids": torch.zeros(1, EXAMPLE_TOKENS, dtype=torch.long),
             "position_ids": torch.arange(EXAMPLE_TOKENS)[None],
@@ -91,16 +147,10 @@ def _export(model: nn.Module, plan: LayerPlan | None, chosen: tuple[str, str]) -
     model.eval()
     try:
         with (
-            trimmed(model, plan),
             hf.interfaces(model, *chosen) if known else nullcontext(),
             per_request(model, hint, constants) if known else nullcontext(),
         ):
-            names = {prefix + name: first.setdefault(id(t), name) for name, t in named_tensors(model)}
-            exported = export_packed(function, {taken[k]: examples[k] for k in taken}, taken, names, bounded=known)
-        for hole, ref in exported.weights.items():
-            if ref.name in constants:
-                exported.weights[hole] = replace(ref, value=constants[ref.name])
-        return exported
+            yield _Subject(model, function, examples, taken, constants)
     finally:
         model.train(was_training)
 

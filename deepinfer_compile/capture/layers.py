@@ -1,8 +1,7 @@
-"""Find the layer list of a model, tell its kinds apart, and trace only the first and last layer of each.
+"""Find the layer list of a model, tell its kinds apart, and trace only one layer of each.
 
-A layer's kind is its class tree, every scalar attribute and every parameter shape, minus the attributes that only say
-where the layer stands. Two layers of one kind can still differ in ways attributes do not show, so capture traces two of
-each and refuses to merge them unless their graphs are equal (`partition`).
+Layers look the same if their class trees, scalar attributes and parameter shapes are equal, minus the attributes that
+only say where a layer stands. Layers that look the same are of one kind if they also do the same (`uniform`).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from deepinfer_compile.capture.partition import LayerPlan
+from deepinfer_compile.capture.uniform import Doings
 
 POSITION_ATTRIBUTES = ("layer_idx", "layer_id", "layer_index", "training")
 
@@ -33,7 +33,7 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 
 def kind_of(layer: nn.Module) -> tuple[Any, ...]:
-    """What makes two layers the same kind."""
+    """What makes two layers look the same."""
     modules = tuple(
         (name, type(m).__qualname__, tuple(sorted((k, repr(v)) for k, v in vars(m).items() if _scalar(k, v))))
         for name, m in layer.named_modules()
@@ -46,20 +46,32 @@ def _scalar(name: str, held: object) -> bool:
     return name not in POSITION_ATTRIBUTES and isinstance(held, (int, float, str, bool, type(None), tuple))
 
 
-def plan_layers(model: nn.Module, trim: bool = True) -> LayerPlan | None:
-    """Which layers to trace. With trim False, all of them. None if the model has no layer list."""
+def plan_layers(model: nn.Module) -> LayerPlan | None:
+    """A plan that traces all layers. None if the model has no layer list."""
     found = layer_list(model)
     if found is None:
         return None
     path, layers = found
     names: dict[tuple[Any, ...], int] = {}
     kinds = tuple(names.setdefault(kind_of(layer), len(names)) for layer in layers)
-    kept = set(range(len(kinds)))
-    if trim:
-        kept = {kinds.index(k) for k in names.values()} | {
-            len(kinds) - 1 - kinds[::-1].index(k) for k in names.values()
-        }
-    return LayerPlan(path, tuple(sorted(kept)), kinds)
+    return LayerPlan(path, tuple(range(len(kinds))), kinds)
+
+
+def proven(plan: LayerPlan, did: Doings) -> LayerPlan:
+    """A plan that traces the first layer of each kind, and the last of the first kind, which shows what flows between
+    layers. Layers are of one kind if they look and do the same."""
+    kinds: list[int] = []
+    examples: list[int] = []
+    for i, looks in enumerate(plan.kinds):
+        same = (k for k, j in enumerate(examples) if plan.kinds[j] == looks and did.same_kind(j, i))
+        kind = next(same, len(examples))
+        if kind == len(examples):
+            examples.append(i)
+        elif examples[kind] == 0:
+            examples[kind] = i  # layer 0 does not show what flows from layer to layer
+        kinds.append(kind)
+    kept = {kinds.index(k) for k in kinds} | {len(kinds) - 1 - kinds[::-1].index(kinds[0])}
+    return LayerPlan(plan.path, tuple(sorted(kept)), tuple(kinds))
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Cut a flat captured graph into prefix, one block per distinct layer, and suffix; instantiate the skeleton.
 
 A node belongs to layer j if its module stack says so, or if it only feeds layer j. Blocks of two layers are the same
-block only if their graphs are equal as text, constants and shapes included. When capture traced the first and last
-layer of each kind instead of all (`plan.kept`), the other layers are instances of their kind's block, and what flows
-from layer to layer is read off the traced ones.
+block only if their graphs are equal as text, constants and shapes included. When capture traced one layer of each kind
+instead of all (`plan.kept`), the other layers are instances of their kind's block, and what flows from layer to layer
+is read off the traced ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LayerPlan:
     """Which layers the traced model kept.
 
     path: dotted name of the layer list. kept[j] is the original index of traced layer j. kinds[i] names the kind of
-    original layer i; all traced layers of a kind must turn out equal when layers are missing from `kept`.
+    original layer i.
     """
 
     path: str
@@ -66,7 +66,7 @@ def partition(exported: Exported, plan: LayerPlan | None, name: str, info: dict[
             pieces[key] = _cut(nodes, exported, plan, key)
     builder = _Skeleton(exported, pieces, name, info)
     if plan is None or plan.complete:
-        builder.as_traced(count)
+        builder.as_traced()
     else:
         builder.instantiate(plan)
     return builder.program()
@@ -221,14 +221,17 @@ class _Skeleton:
         outs = self.call(piece, [self.env[n] for n in piece.reads], block, None, layer)
         self.env.update(zip(piece.gives, outs))
 
-    def as_traced(self, count: int) -> None:
-        """Every layer was traced: keep the edges as they are."""
-        if PREFIX in self.pieces:
-            self.piece(PREFIX, PREFIX)
-        for j in range(count):
-            self.piece(j, f"layer{len([b for b in self.blocks if b.startswith('layer')])}", j)
-        if SUFFIX in self.pieces:
-            self.piece(SUFFIX, SUFFIX)
+    def as_traced(self) -> None:
+        """Every layer was traced: keep the edges as they are, and the layers in the order in which they are called."""
+        waiting = list(self.pieces)
+        while waiting:
+            key = next((k for k in waiting if all(n in self.env for n in self.pieces[k].reads)), None)
+            if key is None:
+                raise UnsupportedConstruct(construct="a layer is called again after others", fix="do not cut layers")
+            waiting.remove(key)
+            layer = isinstance(key, int)
+            wanted = f"layer{len([b for b in self.blocks if b.startswith('layer')])}" if layer else key
+            self.piece(key, wanted, key if layer else None)
 
     def instantiate(self, plan: LayerPlan) -> None:
         """Only some layers were traced: repeat each kind's block along the chain."""
@@ -236,6 +239,9 @@ class _Skeleton:
             self.piece(PREFIX, PREFIX)
         carried = _carried(self.pieces, len(plan.kept), plan)
         template = {plan.kinds[layer]: j for j, layer in reversed(list(enumerate(plan.kept)))}
+        for j, layer in enumerate(plan.kept):
+            if to_text(self.pieces[j].gm) != to_text(self.pieces[template[plan.kinds[layer]]].gm):
+                raise UnsupportedConstruct(construct=f"layer {layer} differs from its kind", fix="trace all layers")
         blocks = {
             kind: self.block(self.pieces[j].gm, f"layer{i}") for i, (kind, j) in enumerate(sorted(template.items()))
         }
@@ -297,8 +303,3 @@ def _carried(pieces: dict[Any, _Cut], count: int, plan: LayerPlan) -> list[dict[
             construct="what enters the first layer cannot be told from the rest", fix="trace all"
         )
     return found
-
-
-def check_kinds(pieces_texts: dict[int, list[str]]) -> list[int]:
-    """Kinds whose traced layers are not all equal."""
-    return [kind for kind, texts in pieces_texts.items() if len(set(texts)) > 1]

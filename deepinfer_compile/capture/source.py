@@ -45,7 +45,9 @@ def _from_module(model: nn.Module, dtype: str) -> ModelSource:
     tensors = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
     tensors.update({n: b.detach() for n, b in model.named_buffers(remove_duplicate=False)})
     config = getattr(model, "config", None)
-    return ModelSource(type(model).__name__, model, DictSource(tensors), {}, _context(config), _eos(config, {}))
+    on_meta = any(b.is_meta for b in model.buffers())
+    constants = concrete_buffers(model) if on_meta and hasattr(model, "_init_weights") else {}
+    return ModelSource(type(model).__name__, model, DictSource(tensors), constants, _context(config), _eos(config, {}))
 
 
 def _in_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:

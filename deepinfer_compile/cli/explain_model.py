@@ -13,6 +13,7 @@ from deepinfer_compile.cli.boundary import guarded, print_json
 from deepinfer_compile.cli.build_bundle import JSON_OPTION, WAIVE_OPTION, waived
 from deepinfer_compile.cli.show import plural, ranges, short_place, stdout
 from deepinfer_compile.cli.stages import Stages
+from deepinfer_compile.program import remarks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,8 +113,8 @@ def _ordered(kinds: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _print(found: dict[str, Any], console: Console) -> None:
     console.print(found["model"], style="bold")
-    if "traced_all_because" in found["info"]:
-        console.print(f"all layers were traced: {found['info']['traced_all_because']}", soft_wrap=True)
+    for remark in remarks(found["info"]):
+        console.print(remark, soft_wrap=True)
     for kind in found["kinds"]:
         at = (
             f"layers {ranges(kind['layers'])} ({len(kind['layers'])}), {kind['name']}"

@@ -11,6 +11,7 @@ import typer
 from deepinfer_compile.cli.boundary import guarded, print_json
 from deepinfer_compile.cli.build_bundle import JSON_OPTION
 from deepinfer_compile.cli.show import plural, ranges, size, stdout, table
+from deepinfer_compile.program import remarks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,8 +44,8 @@ def _model(found: dict[str, Any], console: Console) -> None:
     chat = "with a chat template" if tokenizer["chat"] else "without a chat template"
     console.print(f"tokenizer {chat}" if tokenizer["present"] else "no tokenizer: prompts are token ids")
     console.print(f"built by deepinfer-compile {made.get('version', '?')} with torch {made.get('torch', '?')}")
-    if "traced_all_because" in model.get("info", {}):
-        console.print(f"all layers were traced: {model['info']['traced_all_because']}", soft_wrap=True)
+    for remark in remarks(model.get("info", {})):
+        console.print(remark, soft_wrap=True)
 
 
 def _programs(found: dict[str, Any], console: Console) -> None:
