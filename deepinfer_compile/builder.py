@@ -20,6 +20,7 @@ from deepinfer_compile.bundle import (
     LEDGER,
     BundleFiles,
     BundleWriter,
+    DictSource,
     Ledger,
     Manifest,
     WeightItem,
@@ -69,12 +70,13 @@ def compile_model(
     observers: Sequence[Observer] = (),
     progress: Progress = lambda text: None,
 ) -> Compiled:
-    """Capture a model and run the passes up to the phase programs."""
+    """Capture a model and run the passes up to the phase programs. Raises BadOption for weights that are nowhere."""
     begin = time.perf_counter()
     progress("open")
     source = open_source(model, settings.dtype)
     progress("capture")
     captured = with_constants(capture(source.model, trim=settings.trim), source)
+    _refuse_without_values(source, captured, settings)
     captured_at = time.perf_counter()
     progress("passes")
     options = {"waive": settings.waive}
@@ -214,6 +216,23 @@ def _write_weights(writer: BundleWriter, compiled: Compiled, options: BuildSetti
     ledger = Ledger(ledger.recipes, ledger.tied, kept, ledger.ignored, ledger.notes)
     writer.add_json(LEDGER, ledger.to_json())
     return ledger
+
+
+def _refuse_without_values(source: ModelSource, captured: Program, options: BuildSettings) -> None:
+    """What is on the meta device cannot be written. Raises BadOption."""
+    empty = source.weights.empty() if options.weights != "none" and isinstance(source.weights, DictSource) else []
+    refs = captured.weights.values()
+    lost = [r.name for r in refs if r.value is not None and r.value.is_meta]
+    wanted = {r.name for r in refs if r.value is None}
+    without = [*lost, *(n for n in empty if n in wanted)]
+    if without:
+        raise BadOption(
+            name="weights",
+            value=options.weights,
+            reason=f"{without[0]} and {len(without) - 1} other tensors are on the meta device and hold nothing",
+            fix="give the model its weights"
+            + ("" if lost else ', or use weights="none" and load(checkpoint=...)'),
+        )
 
 
 def _write_tokenizer(writer: BundleWriter, source: ModelSource) -> None:

@@ -67,6 +67,10 @@ class DictSource:
     def names(self) -> set[str]:
         return set(self._tensors)
 
+    def empty(self) -> list[str]:
+        """Names of tensors on the meta device, which hold nothing."""
+        return [name for name, tensor in self._tensors.items() if tensor.is_meta]
+
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 
