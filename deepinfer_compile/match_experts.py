@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from deepinfer_compile.graph import argument, is_op, only_user, tensor, value
 from deepinfer_compile.match import CASTS
 from deepinfer_compile.match_moe import (
+    CPU,
     A,
     Gate,
     NearMiss,
@@ -28,6 +29,7 @@ from deepinfer_compile.match_moe import (
     id_candidates,
     operand,
     operands,
+    place_of_values,
     seeds_for,
 )
 
@@ -288,23 +290,25 @@ def rows_agree(expert: Expert, choice: Choice, factor: Node, product: Node, ends
     down, count = expert.down, count_of(expert.down)
     if crosses_tokens(factor, (choice.ids, choice.weights)) is not None:
         return False
-    probe, drawn, share = given_choice(choice.ids, choice.weights, count, PROBE_TOKENS, seed)
+    device = place_of_values(choice.x)
+    probe, drawn, share = given_choice(choice.ids, choice.weights, count, PROBE_TOKENS, seed, device)
     shape = probe.shape(choice.x)
-    probe.given[choice.x] = _numbered(shape, tensor(choice.x).dtype)
-    token = probe.value(expert.x)[:, :2].long() @ torch.tensor([1, DIGIT])
-    row_weight = probe.value(factor).flatten()
-    told = probe.value(down.rows).flatten().long()  # type: ignore[arg-type]
+    probe.given[choice.x] = _numbered(shape, tensor(choice.x).dtype).to(device)
+    token = probe.value(expert.x)[:, :2].long().cpu() @ torch.tensor([1, DIGIT])
+    row_weight = probe.value(factor).flatten().cpu()
+    told = probe.value(down.rows).flatten().long().cpu()  # type: ignore[arg-type]
     if down.by == "ends":
         told = torch.repeat_interleave(torch.arange(count), torch.diff(told, prepend=told.new_zeros(1)))
     if not len(token) == len(told) == len(row_weight) == drawn.numel():
         return False
     dense = dense_weights(drawn, share, count)
-    pairs = {(int(t), int(e)) for t, e in zip(token, told)}
-    if len(pairs) != drawn.numel() or not torch.equal(dense[token, told], row_weight.to(dense.dtype)):
+    if len(torch.unique(token * count + told)) != drawn.numel():
         return False
-    held = _whole_numbers(probe.shape(product), seed).to(tensor(product).dtype)
+    if not torch.equal(dense[token, told], row_weight.to(dense.dtype)):
+        return False
+    held = _whole_numbers(probe.shape(product), seed, device).to(tensor(product).dtype)
     probe.given[product] = held
-    want = torch.zeros(shape, dtype=held.dtype).index_add_(0, token, held)
+    want = torch.zeros(shape, dtype=held.dtype, device=device).index_add_(0, token.to(device), held)
     return bool(torch.equal(probe.value(ends).to(held.dtype), want))
 
 
@@ -336,9 +340,10 @@ def all_agree(outputs: Node, axis: int, choice: Choice, ends: Node, seed: int) -
     )
 
 
-def _whole_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
+def _whole_numbers(shape: tuple[int, ...], seed: int, device: torch.device = CPU) -> Tensor:
     """Small whole numbers: sums and products with eighths are exact in every float type."""
-    return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(seed)).float()
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randint(-8, 8, shape, generator=generator, dtype=torch.int8, device=device).float()
 
 
 def order_of(factors: Sequence[Node], ids: Node, weights: Node) -> list[int] | None:

@@ -7,7 +7,7 @@ the result is compared with causal visibility. What depends on tokens or weights
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from deepinfer_compile.match_moe import Concrete, NearMiss, ancestors, numbers
+from deepinfer_compile.match_moe import CPU, Concrete, NearMiss, ancestors, numbers, place_of_values
 from deepinfer_compile.ops.attention import visibility
 from deepinfer_compile.program import Program
 
@@ -42,6 +42,59 @@ class Sight:
     window: int = 0
 
 
+def sight_of_sizes(terms: Sequence[Term], tokens: Any) -> Sight:
+    """What all terms together let a query see where they are made of nothing but sizes: `tokens` queries and as many
+    keys. A mask of fixed sizes is run as it is, another for several. Raises NearMiss for what has other inputs."""
+    lengths = [tokens] if isinstance(tokens, int) else _lengths({n for t in terms for n in numbers(t.node)})
+    seen = {}
+    for length in lengths:
+        probe = Concrete(length, device=place_of_values(terms[0].node))
+        seen[length] = _visible(terms, length, probe.value, probe.device)
+    return _sight(seen)
+
+
+def _lengths(written: set[float]) -> list[int]:
+    """Lengths to try a mask at: short ones, and beyond every number written in it."""
+    large = [n for n in written if isinstance(n, int) and 2 < abs(n) < 2**31]
+    if any(abs(n) > LONGEST for n in large):
+        raise NearMiss(f"the mask has the constant {max(map(abs, large))}; windows are tried up to {LONGEST}")
+    return sorted({*LENGTHS, *(abs(n) + 3 for n in large)})
+
+
+def _sight(seen: dict[int, Tensor]) -> Sight:
+    """The meaning of masks [T, T] by length. Raises NearMiss where there is none."""
+    if all(bool(v.all()) for v in seen.values()):
+        return Sight(False)
+    cut = [int(v[-1].sum()) for n, v in seen.items() if int(v[-1].sum()) < n]
+    window = max(cut, default=0)
+    for length, visible in seen.items():
+        if not torch.equal(visible, visibility(torch.arange(length, device=visible.device), length, window)):
+            raise NearMiss("the mask is neither causal nor a causal window")
+    return Sight(True, window)
+
+
+def _visible(terms: Sequence[Term], length: int, value: Callable[[Node], Any], device: torch.device) -> Tensor:
+    """What queries see under all terms: bool [length, length]."""
+    visible = torch.ones(length, length, dtype=torch.bool, device=device)
+    for term in terms:
+        found = value(term.node)
+        if term.fill is not None and not bool((value(term.fill) <= HIDDEN).all()):
+            raise NearMiss("hidden scores are replaced by numbers that are not large and negative")
+        if found.dtype == torch.bool:
+            found = found if term.kind == "visible" else ~found
+        elif term.kind == "added" and bool(((found == 0) | (found <= HIDDEN)).all()):
+            found = found == 0
+        else:
+            raise NearMiss("the mask adds numbers that are neither 0 nor large and negative")
+        if any(size not in (1, length) for size in found.shape[-2:]):
+            raise NearMiss(f"the mask has the fixed size {list(found.shape)}")
+        rows = found.expand(*found.shape[:-2], length, length).reshape(-1, length, length)
+        if not torch.equal(rows, rows[:1].expand_as(rows)):
+            raise NearMiss("the mask differs between heads or sequences")
+        visible = visible & rows[0]
+    return visible
+
+
 @dataclass
 class Masks:
     """Evaluates masks of a program inside its blocks and across their boundaries."""
@@ -53,48 +106,17 @@ class Masks:
         """What all terms together let a query see in one call of a block. Raises NearMiss."""
         if not terms:
             return Sight(False)
-        seen = {n: self._visible(call, terms, n) for n in self._lengths(call, terms)}
-        if all(bool(v.all()) for v in seen.values()):
-            return Sight(False)
-        cut = [int(v[-1].sum()) for n, v in seen.items() if int(v[-1].sum()) < n]
-        window = max(cut, default=0)
-        for length, visible in seen.items():
-            if not torch.equal(visible, visibility(torch.arange(length), length, window)):
-                raise NearMiss("the mask is neither causal nor a causal window")
-        return Sight(True, window)
+        written = {n for t in terms for n in self._numbers(call, t.node)}
+        return _sight({n: self._seen(call, terms, n) for n in _lengths(written)})
 
-    def _lengths(self, call: Node, terms: Sequence[Term]) -> list[int]:
-        written = {abs(n) for t in terms for n in self._numbers(call, t.node) if isinstance(n, int)}
-        large = [n for n in written if 2 < n < 2**31]
-        if any(n > LONGEST for n in large):
-            raise NearMiss(f"the mask has the constant {max(large)}; windows are tried up to {LONGEST}")
-        return sorted({*LENGTHS, *(n + 3 for n in large)})
+    def _seen(self, call: Node, terms: Sequence[Term], length: int) -> Tensor:
+        return _visible(terms, length, lambda node: self._value(call, node, length), CPU)
 
     def _numbers(self, call: Node, node: Node) -> Iterator[float]:
         yield from numbers(node)
         for hole in ancestors(node):
             if hole.op == "placeholder" and (origin := self._origin(call, hole)) is not None:
                 yield from self._numbers(*origin)
-
-    def _visible(self, call: Node, terms: Sequence[Term], length: int) -> Tensor:
-        visible = torch.ones(length, length, dtype=torch.bool)
-        for term in terms:
-            found = self._value(call, term.node, length)
-            if term.fill is not None and not bool((self._value(call, term.fill, length) <= HIDDEN).all()):
-                raise NearMiss("hidden scores are replaced by numbers that are not large and negative")
-            if found.dtype == torch.bool:
-                found = found if term.kind == "visible" else ~found
-            elif term.kind == "added" and bool(((found == 0) | (found <= HIDDEN)).all()):
-                found = found == 0
-            else:
-                raise NearMiss("the mask adds numbers that are neither 0 nor large and negative")
-            if any(size not in (1, length) for size in found.shape[-2:]):
-                raise NearMiss(f"the mask has the fixed size {list(found.shape)}")
-            rows = found.expand(*found.shape[:-2], length, length).reshape(-1, length, length)
-            if not torch.equal(rows, rows[:1].expand_as(rows)):
-                raise NearMiss("the mask differs between heads or sequences")
-            visible = visible & rows[0]
-        return visible
 
     def _value(self, call: Node, node: Node, length: int) -> Any:
         at = (call, length)

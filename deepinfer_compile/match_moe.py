@@ -29,6 +29,10 @@ SHAPE_ONLY = (
 )
 """Calls that read the shape and dtype of their operand, not its values."""
 LIMIT_ELEMENTS = 1 << 26
+"""Of one value on the CPU."""
+LIMIT_ON_DEVICE = 1 << 31
+"""Of one value on an accelerator, where the graph itself makes values as large."""
+CPU = torch.device("cpu")
 DEFAULT_ALPHA, DEFAULT_LIMIT = 1.702, 7.0
 """What activations that use neither carry, as capture does."""
 
@@ -40,6 +44,12 @@ class NearMiss(Exception):
 def no_input(node: Node) -> NoReturn:
     """The default for inputs that were not given."""
     raise NearMiss(f"it depends on the input {node.meta.get('weight', node.name)}")
+
+
+def place_of_values(node: Node) -> torch.device:
+    """Where to evaluate what a node leads to: beside it on an accelerator, else on the CPU."""
+    device = value(node).device
+    return device if device.type == "cuda" else CPU
 
 
 def concrete_size(size: Any, tokens: int) -> int:
@@ -54,12 +64,13 @@ def concrete_size(size: Any, tokens: int) -> int:
 class Concrete:
     """Values of nodes on concrete numbers: every symbolic size is `tokens`, `given` nodes have the given values.
 
-    missing: what an input that is not given stands for; it may raise NearMiss.
+    missing: what an input that is not given stands for; it may raise NearMiss. device: where values are.
     """
 
     tokens: int
     given: dict[Node, Any] = field(default_factory=dict)
     missing: Callable[[Node], Any] = no_input
+    device: torch.device = CPU
 
     def shape(self, node: Node) -> tuple[int, ...]:
         """Concrete shape of a node."""
@@ -92,19 +103,22 @@ class Concrete:
         )
 
     def _operand(self, node: Node) -> Any:
-        return self.given[node] if node in self.given else torch.empty(self.shape(node), dtype=value(node).dtype)
+        if node in self.given:
+            return self.given[node]
+        return torch.empty(self.shape(node), dtype=value(node).dtype, device=self.device)
 
     def _here(self, item: Any) -> Any:
-        """What stands for an operand: values are on the CPU, wherever the graph runs."""
+        """What stands for an operand: values are on one device, wherever the graph runs."""
         if isinstance(item, Node):
             return self._operand(item)
-        return torch.device("cpu") if isinstance(item, torch.device) else item
+        return self.device if isinstance(item, torch.device) else item
 
     def _call(self, node: Node) -> Any:
         if node.op != "call_function":
             raise NearMiss(f"it depends on {node.op} {node.name}")
         held = value(node)
-        if isinstance(held, Tensor) and torch.Size(self.shape(node)).numel() > LIMIT_ELEMENTS:
+        limit = LIMIT_ELEMENTS if self.device == CPU else LIMIT_ON_DEVICE
+        if isinstance(held, Tensor) and torch.Size(self.shape(node)).numel() > limit:
             raise NearMiss(f"{node.name} is too large to evaluate")
         args, kwargs = map_aggregate((node.args, node.kwargs), self._here)  # type: ignore[misc]
         try:
@@ -115,7 +129,7 @@ class Concrete:
 
 
 def _run(target: Any, args: Any, kwargs: Any) -> Any:
-    """A call on the CPU, which counts whole numbers as floating ones only."""
+    """A call; whole numbers are counted as floating ones, the CPU knows no other way."""
     if target is A.histc.default and not args[0].is_floating_point():
         return target(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
     return target(*args, **kwargs)
@@ -274,12 +288,14 @@ def sample_choice(shape: tuple[int, ...], count: int, dtype: torch.dtype, seed: 
     return ids.reshape(shape), weights.to(dtype)
 
 
-def given_choice(ids: Node, weights: Node, count: int, tokens: int, seed: int) -> tuple[Concrete, Tensor, Tensor]:
-    """An evaluation in which a choice of experts has random values; those values beside it."""
-    probe = Concrete(tokens)
+def given_choice(
+    ids: Node, weights: Node, count: int, tokens: int, seed: int, device: torch.device = CPU
+) -> tuple[Concrete, Tensor, Tensor]:
+    """An evaluation in which a choice of experts has random values; those values beside it, on the CPU."""
+    probe = Concrete(tokens, device=device)
     shape = probe.shape(ids)
     drawn, share = sample_choice(shape, count, value(weights).dtype, seed)
-    probe.given.update({ids: drawn.to(value(ids).dtype), weights: share})
+    probe.given.update({ids: drawn.to(device, value(ids).dtype), weights: share.to(device)})
     return probe, drawn, share
 
 

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, copy_module, is_op, tensor
 from deepinfer_compile.match_attention import Found, Heads, is_candidate, match
-from deepinfer_compile.match_mask import Masks, Sight
+from deepinfer_compile.match_mask import Masks, Sight, sight_of_sizes
 from deepinfer_compile.match_moe import NearMiss
 from deepinfer_compile.ops import ATTENTION
 from deepinfer_compile.passbase import NONE, PassContext, register
@@ -38,7 +38,7 @@ class RaiseAttention:
     Left alone: weights read by others, products of more than four dimensions, dropout, masks before a softcap. A mask
     whose meaning is not known (it depends on tokens, or adds other numbers than 0 and -inf) stays an operand.
     Masks made of position_ids are taken to see consecutive positions, which is what a packed request has. With
-    packed=False nothing is known of positions or lengths, and every mask stays an operand.
+    packed=False nothing is known of positions or lengths: a mask stays an operand unless sizes alone make it causal.
     """
 
     name: ClassVar[str] = "raise-attention"
@@ -78,11 +78,22 @@ def _sight(call: Node, node: Node, masks: Masks | None) -> Sight | str:
     try:
         found = match(node, masks is not None)
         if masks is None:
-            return Sight(found.causal) if not found.terms else "positions and lengths are the caller's"
+            return _sight_alone(found)
         seen = masks.sight(call, found.terms)
     except NearMiss as reason:
         return str(reason)
     return Sight(seen.causal or found.causal, seen.window)
+
+
+def _sight_alone(found: Found) -> Sight | str:
+    """What is known without a program around: of a mask made of sizes alone, whether it is plainly causal."""
+    if not found.terms:
+        return Sight(found.causal)
+    queries, keys = (tensor(h.node).shape[-3 if h.turned else -2] for h in (found.q, found.k))
+    if str(queries) != str(keys):
+        return "positions and lengths are the caller's"
+    seen = sight_of_sizes(found.terms, queries)
+    return "the caller's mask has a window" if seen.window else Sight(seen.causal or found.causal)
 
 
 def _divide(program: Program, name: str, plan: dict[_Sights, list[Node]]) -> list[tuple[str, _Sights]]:
