@@ -1,206 +1,112 @@
-"""Kernels and the backend door on one NVIDIA GPU. `python -m tests.bench.bench_gpu SECTION ...`:
+"""The GPU table: kernels, the backend door and a bundle beside what a user would otherwise run.
 
-latent, experts: each launch of a kernel and the whole call, medians of replayed CUDA graphs, with the bytes that must
-move over the read ceiling. `latent:tune`, `experts:tune`: the best of the legal space, ten at a time as they are found.
-model:BATCH:CACHE: the V3-shaped model of two layers through torch.compile, Inductor beside ours, one decode step on
-Transformers' static cache: 64 successive steps with new tokens, wall time with Python.
+`python -m tests.bench.bench_gpu --out DIR` measures what DIR does not hold yet, a process a section, and prints the
+table. `... SECTION ...` measures these sections and prints their rows: latent, experts, decode:BATCH:CACHE[:WHO ...],
+prefill:TOKENS[:WHO ...], bundle[:BATCH ...]. `... --table DIR` prints the table of what DIR holds.
 """
 
 from __future__ import annotations
 
-import statistics
+import datetime
+import subprocess
 import sys
-import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
-from itertools import product
-from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from deepinfer_compile import ops
-from deepinfer_compile.kernel_ops import compile_launches, jit_launches
-from deepinfer_compile.kernels import AnySpec, Call, Case, specs
-from deepinfer_compile.targets import device_limits
+from tests.bench import gpu_bundle, gpu_kernels, gpu_model
+from tests.bench.gpu_rows import Rows, table
 
-READ_CEILING = 4.5e12
-"""Bytes a second that a read-only stream reaches on an H200."""
-LATENT = ((1, 128, 8192), (1, 128, 4096), (16, 128, 4096), (64, 128, 4096), (128, 16, 4096), (128, 64, 4096))
-TOKENS = (1, 16, 64, 128, 512, 4096)
-
-
-def graphed(run: Callable[[], Any], repeat: int = 1) -> float:
-    """Median microseconds of one run in a replayed CUDA graph of `repeat` runs; the cache of the chip is flushed."""
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeat):
-            run()
-    flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
-    times = []
-    for _ in range(15):
-        flush.zero_()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / repeat)
-    return statistics.median(times)
-
-
-def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+SECTIONS = (
+    "decode:64:4096",
+    "decode:16:16384",
+    "decode:16:4096",
+    "decode:1:4096",
+    "prefill:8192",
+    "prefill:2048",
+    "bundle:1:16:64",
+    "latent",
+    "experts",
+)
+GOALS = {
+    "decode B 64 cache 4096": 6200.0,
+    "decode B 16 cache 16384": 3700.0,
+    "decode B 16 cache 4096": 3300.0,
+    "decode B 1 cache 4096": 850.0,
+    "prefill 8192": 48000.0,
+    "prefill 2048": 13800.0,
+    "latent B 128 H 16 S 4096": 1.05 * 154.7,
+    "latent B 1 H 128 S 8192": 1.05 * 27.2,
+    "latent B 128 H 64 S 4096": 288.4,
+    "latent B 64 H 128 S 4096": 274.7,
+    "latent B 128 H 128 S 4096": 534.1,
+    "latent B 16 H 128 S 4096": 86.0,
+    "experts T 1": 205.0,
+    "experts T 4096": 8000.0,
+}
+"""Microseconds."""
 
 
-def measure(spec: AnySpec, params: Any, config: Any, given: dict[str, Any]) -> dict[str, float]:
-    """Microseconds of each launch, and of all."""
-    tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
-    launches = jit_launches(spec, params, config, tensors)
-
-    def everything() -> None:
-        for _, run in launches:
-            run()
-
-    found = {name: graphed(run) for name, run in launches}
-    return {**found, "all": graphed(everything)}
-
-
-def show(what: str, config: Any, times: dict[str, float], moved: int, of: str) -> None:
-    parts = "  ".join(f"{name} {us:.1f}" for name, us in times.items())
-    share = moved / (times[of] * 1e-6) / READ_CEILING
-    print(f"{what}: {parts} us; {of} at {share:.0%} of the read ceiling  {config}", flush=True)
-
-
-def latent_case(batch: int, heads: int, keys: int, paged: bool) -> tuple[AnySpec, Any, dict[str, Any]]:
-    op = ops.CACHED_LATENT_ATTENTION if paged else ops.LATENT_ATTENTION
-    spec = next(s for s in specs() if s.op is op)
-    case = next(c for c in spec.cases if c.name == "typical")
-    params = replace(case.params, heads=heads)
-    torch.set_default_device("cuda")
-    given = spec.inputs(Case("", params, (1,) * batch, (keys,) * batch), torch.Generator("cuda").manual_seed(0))
-    torch.set_default_device("cpu")
-    return spec, params, on_gpu(given)
+def run(section: str, rows: Rows, built: Any = None) -> Any:
+    """Measure one section. Returns the model if one was made, for the next section."""
+    name, *rest = section.split(":")
+    if name in ("decode", "prefill", "bundle") and built is None:
+        built = gpu_model.build()
+    if name == "decode":
+        gpu_model.decode(rows, built, int(rest[0]), int(rest[1]), rest[2:])
+    elif name == "prefill":
+        gpu_model.prefill(rows, built, int(rest[0]), rest[1:])
+    elif name == "bundle":
+        gpu_bundle.bundle(rows, built, [int(n) for n in rest] or [1, 16, 64])
+    elif name == "latent":
+        gpu_kernels.latent(rows)
+    elif name == "experts":
+        gpu_kernels.experts(rows)
+    else:
+        raise SystemExit(f"no section {name!r}; there are {', '.join(SECTIONS)}")
+    return built
 
 
-def latent(tune: bool) -> None:
-    limits = device_limits(torch.device("cuda", 0))
-    assert limits is not None
-    for batch, heads, keys in LATENT:
-        spec, params, given = latent_case(batch, heads, keys, paged=True)
-        moved = batch * keys * (params.latent + params.rope) * 2
-        what = f"latent B {batch} H {heads} S {keys}"
-        config = spec.default(params, limits, batch)
-        show(what, config, measure(spec, params, config, given), moved, "attend")
-        if tune:
-            search(what, spec, params, given, latent_configs(config, params, batch), moved, ("attend",))
+def about() -> dict[str, Any]:
+    """What the figures were made with."""
+    import transformers
+    import triton
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
-Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
-
-
-def warm(job: tuple[str, Any, Any, Shapes]) -> str:
-    """Compile a kernel into Triton's cache, without its operands. Returns what went wrong."""
-    name, params, config, shapes = job
-    spec = next(s for s in specs() if s.op.name == name)
-    tensors = {n: torch.empty_strided(*where, dtype=dtype, device="meta") for n, (*where, dtype) in shapes.items()}
-    try:
-        compile_launches(spec, params, config, tensors)
-    except Exception as err:  # what a config breaks is a finding here
-        return f"{type(err).__name__} {str(err)[:200]}"
-    return ""
-
-
-def search(what: str, spec: AnySpec, params: Any, given: Any, configs: Any, moved: int, of: tuple[str, ...]) -> None:
-    """Print the best configs by each of some launches."""
-    tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
-    shapes: Shapes = {n: (tuple(t.shape), tuple(t.stride()), t.dtype) for n, t in tensors.items()}
-    begin = time.perf_counter()
-    with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
-        broken = list(pool.map(warm, [(spec.op.name, params, c, shapes) for c in configs], chunksize=1))
-    print(f"{what}: {len(configs)} configs compiled in {time.perf_counter() - begin:.0f} s", flush=True)
-    found: dict[str, list[tuple[float, str]]] = {name: [] for name in of}
-    for config, wrong in zip(configs, broken):
-        if wrong:
-            print(f"  {config}: {wrong}", flush=True)
-            continue
-        launches = dict(jit_launches(spec, params, config, tensors))
-        for name, run in launches.items():
-            run()
-            if name in of:
-                found[name].append((graphed(run), str(config)))
-    for name, times in found.items():
-        for us, text in sorted(times)[:4]:
-            print(f"  {name} {us:8.1f} us {moved / us / 1e-6 / READ_CEILING:.0%} {text}", flush=True)
-
-
-def experts(sizes: list[int], tune: bool) -> None:
-    limits = device_limits(torch.device("cuda", 0))
-    assert limits is not None
-    torch.manual_seed(0)
-    w13 = torch.empty(256, 4096, 7168, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
-    w2 = torch.empty(256, 7168, 2048, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
-    spec = next(s for s in specs() if s.op is ops.EXPERTS)
-    for tokens in sizes or TOKENS:
-        x = torch.randn(tokens, 7168, dtype=torch.bfloat16, device="cuda")
-        ids = torch.rand(tokens, 256, device="cuda").topk(8).indices.to(torch.int32)
-        weights = torch.rand(tokens, 8, device="cuda")
-        values = (x, ids, weights, w13, w2, None, None, "silu", 0.0, 0.0, False, False)
-        given = dict(zip((a.name for a in ops.EXPERTS.overload._schema.arguments), values))
-        params = spec.bind(Call(ops.EXPERTS, given, "decode"))
-        hit = len(ids.unique())
-        moved = hit * 3 * 7168 * 2048 * 2
-        config = spec.default(params, limits, tokens)
-        what = f"experts T {tokens} ({hit} hit)"
-        show(what, config, measure(spec, params, config, given), moved, "all")
-        if tokens >= 512:
-            print(f"  {6 * tokens * 8 * 7168 * 2048 / 1e12:.3f} TFLOP")
-        if tune:
-            search(what, spec, params, given, expert_configs(config, tokens), moved, ("up", "down"))
-
-
-def expert_configs(base: Any, tokens: int) -> list[Any]:
-    """What is worth trying around a config: the two products are tuned at once, each with the same tile."""
-    m = (16,) if tokens <= 128 else (16, 32) if tokens <= 512 else (64, 128)
-    n = (32, 64, 128) if tokens <= 512 else (64, 128)
-    k = (64, 128, 256) if tokens <= 512 else (32, 64, 128)
-    found = []
-    for block_m, wide, deep, warps, stages in product(m, n, k, (4, 8), (2, 3, 4)):
-        if (2 * wide + block_m) * deep * 2 * stages <= 227 * 1024 and not (warps == 8 and tokens <= 64):
-            up = {"up_n": wide, "up_k": deep, "up_warps": warps, "up_stages": stages}
-            down = {"down_n": 2 * wide, "down_k": deep, "down_warps": warps, "down_stages": stages}
-            found.append(replace(base, block_m=block_m, **up, **down))
-    return found
-
-
-def latent_configs(base: Any, params: Any, batch: int) -> list[Any]:
-    """What is worth trying for attend."""
-    found = []
-    for m, n, pieces, warps, stages in product((16, 32, 64), (32, 64), (1, 2, 4, 8, 16, 32), (4, 8), (1, 2, 3)):
-        if m > params.heads or (m + n * stages) * 576 * 2 > 225 * 1024 or (m == 64 and warps == 4):
-            continue
-        programs = batch * params.heads // m * pieces
-        if 64 <= programs <= 600:
-            found.append(replace(base, block_m=m, block_n=n, pieces=pieces, num_warps=warps, num_stages=stages))
-    return found
-
-
-def main(sections: list[str]) -> None:
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}", flush=True)
+def into(folder: Path, sections: list[str]) -> None:
+    """Measure the sections that the folder does not hold, each in a process of its own, which gives memory back."""
+    folder.mkdir(parents=True, exist_ok=True)
     for section in sections:
-        name, *rest = section.split(":")
-        if name == "latent":
-            latent(rest == ["tune"])
-        elif name == "experts":
-            experts([int(n) for n in rest if n != "tune"], "tune" in rest)
-        elif name == "model":
-            from tests.bench.gpu_model import model
+        path = folder / f"{section.replace(':', '-')}.json"
+        if not path.exists():
+            subprocess.run([sys.executable, "-m", "tests.bench.bench_gpu", "--into", str(path), section], check=False)
 
-            model(int(rest[0]), int(rest[1]), rest[2:])
+
+def main(arguments: list[str]) -> None:
+    option = arguments.pop(0) if arguments and arguments[0].startswith("--") else ""
+    folder = Path(arguments.pop(0)) if option else None
+    if option == "--table" and folder is not None:
+        print(table(folder, GOALS))
+        return
+    if option == "--out" and folder is not None:
+        into(folder, arguments or list(SECTIONS))
+        print(table(folder, GOALS))
+        return
+    print(about(), flush=True)
+    built, rows = None, Rows()
+    for section in arguments:
+        built = run(section, rows, built)
+    if option == "--into" and folder is not None:
+        rows.save(folder, about())
 
 
 if __name__ == "__main__":

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from deepinfer_compile.backend import counters, deepinfer, executed
+from tests.bench.gpu_rows import Rows
 
 STEPS = 64
 
 
-def build(vocabulary: int = 32768) -> Any:
-    """DeepSeek-V3's published widths, bf16, on the GPU."""
+def config(vocabulary: int = 32768) -> Any:
+    """DeepSeek-V3's published widths, two layers."""
     import transformers
 
-    config = transformers.DeepseekV3Config(
+    found = transformers.DeepseekV3Config(
         vocab_size=vocabulary, num_hidden_layers=2, first_k_dense_replace=1, max_position_embeddings=32768
     )
-    config._experts_implementation = "grouped_mm"
+    found._experts_implementation = "grouped_mm"
+    return found
+
+
+def build() -> Any:
+    """The model on the GPU, bf16, with random weights."""
+    import transformers
+
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
     model = model.to_empty(device="cuda").eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -31,7 +40,7 @@ def build(vocabulary: int = 32768) -> Any:
         for buffer in model.buffers():
             if buffer.dtype.is_floating_point:
                 buffer.zero_()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config, device="cuda")
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config, device="cuda")
     return model
 
 
@@ -63,39 +72,98 @@ class Decode:
             ).logits  # fmt: skip
 
 
-def model(batch: int, length: int, names: list[str]) -> None:
-    """Print milliseconds a step of each contestant, after comparing the logits of the last step."""
-    built = build()
-    runs = {
+def moved_bytes(model: Any, batch: int, length: int, hit: int) -> int:
+    """What a decode step must read: every weight but the embedding, of experts those hit, and the latents."""
+    total = 0
+    for name, weight in model.named_parameters():
+        share = hit / weight.shape[0] if ".experts." in name else 0 if "embed_tokens" in name else 1
+        total += int(weight.numel() * share) * weight.element_size()
+    config = model.config
+    row = config.kv_lora_rank + config.qk_rope_head_dim
+    return total + batch * length * row * 2 * int(config.num_hidden_layers)
+
+
+class Hits:
+    """How many experts the last call of a model read."""
+
+    def __init__(self, model: Any) -> None:
+        self.count = 0
+        self.hook = model.model.layers[-1].mlp.experts.register_forward_pre_hook(self._note)
+
+    def _note(self, module: Any, args: tuple[Any, ...]) -> None:
+        self.count = len(args[1].unique())
+
+
+def contestants(built: Any) -> dict[str, Any]:
+    """What a user may call in place of the model."""
+    return {
         "eager": built,
-        "inductor": torch.compile(built),
-        "deepinfer": torch.compile(built, backend=deepinfer),
-        "graphs": torch.compile(built, backend=deepinfer, mode="reduce-overhead"),
+        "Inductor": torch.compile(built),
+        "ours": torch.compile(built, backend=deepinfer),
+        "ours, CUDA graphs": torch.compile(built, backend=deepinfer, mode="reduce-overhead"),
     }
-    wanted = names or ["inductor", "deepinfer"]
-    decode = Decode(built, batch, length)
+
+
+def decode(rows: Rows, built: Any, batch: int, length: int, names: Sequence[str]) -> None:
+    """Microseconds a step of each contestant, wall time with Python, after comparing the logits of the last step."""
+    state = Decode(built, batch, length)
+    hits = Hits(built)
     for i in range(STEPS):  # every contestant meets the rows that the steps before have written
-        last = decode.step(built, i).float()
-    for name in wanted:
+        last = state.step(built, i).float()
+    hits.hook.remove()
+    moved = moved_bytes(built, batch, length, hits.count)
+    runs = contestants(built)
+    for name in names or ("eager", "Inductor", "ours", "ours, CUDA graphs"):
         torch._dynamo.reset()
         begin = time.perf_counter()
         for i in range(3):
-            decode.step(runs[name], i)
+            state.step(runs[name], i)
         torch.cuda.synchronize()
         compiled = time.perf_counter() - begin
         times = []
-        for _ in range(3):
+        for _ in range(3 if name.startswith("ours") else 1):
             torch.cuda.synchronize()
             begin = time.perf_counter()
             for i in range(STEPS):
-                made = decode.step(runs[name], i)
+                made = state.step(runs[name], i)
             torch.cuda.synchronize()
-            times.append((time.perf_counter() - begin) / STEPS * 1e3)
-        error = (made.float() - last).abs().max() / last.abs().max()
-        print(
-            f"model B {batch} cache {length} {name}: {statistics.median(times):.3f} ms a step, "
-            f"compiled in {compiled:.0f} s, logits differ from eager by {float(error):.2e} of the largest",
-            flush=True,
-        )
-        if name in ("deepinfer", "graphs"):
+            times.append((time.perf_counter() - begin) / STEPS * 1e6)
+        error = float((made.float() - last).abs().max() / last.abs().max())
+        note = f"compiled in {compiled:.0f} s, {hits.count} experts hit, off eager by {error:.1e} of the largest logit"
+        rows.add(f"decode B {batch} cache {length}", name, statistics.median(times), moved=moved, note=note)
+        if name.startswith("ours"):
             print(f"  {dict(counters)} {dict(executed)}", flush=True)
+
+
+def prefill(rows: Rows, built: Any, tokens: int, names: Sequence[str]) -> None:
+    """Microseconds of reading a prompt without a cache, logits of the last row only."""
+    ids = torch.randint(3, 1000, (1, tokens), device="cuda")
+    runs = contestants(built)
+    flops = prefill_flops(built, tokens)
+    with torch.no_grad():
+        last = built(ids, use_cache=False, logits_to_keep=1).logits.float()
+        for name in names or ("eager", "Inductor", "ours"):
+            torch._dynamo.reset()
+            times = []
+            for _ in range(9):
+                torch.cuda.synchronize()
+                begin = time.perf_counter()
+                made = runs[name](ids, use_cache=False, logits_to_keep=1).logits
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - begin) * 1e6)
+            error = float((made.float() - last).abs().max() / last.abs().max())
+            note = f"off eager by {error:.1e} of the largest logit"
+            rows.add(f"prefill {tokens}", name, statistics.median(times[2:]), flops=flops, note=note)
+            if name.startswith("ours"):
+                print(f"  {dict(counters)} {dict(executed)}", flush=True)
+
+
+def prefill_flops(model: Any, tokens: int) -> float:
+    """Products of a prompt: linear layers, experts taken, and attention expanded and causal."""
+    config, total = model.config, 0.0
+    for name, weight in model.named_parameters():
+        share = config.num_experts_per_tok / weight.shape[0] if ".experts." in name else 1.0
+        if weight.dim() > 1 and "embed_tokens" not in name and "lm_head" not in name:
+            total += 2 * tokens * weight.numel() * share
+    width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    return total + config.num_hidden_layers * config.num_attention_heads * width * float(tokens) ** 2

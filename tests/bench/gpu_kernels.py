@@ -1,0 +1,123 @@
+"""Latent attention and the expert block alone: replayed CUDA graphs with a cold cache of the chip."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import silu
+
+from deepinfer_compile import ops
+from deepinfer_compile.kernel_ops import jit_launches
+from deepinfer_compile.kernels import AnySpec, Call, Case, specs
+from deepinfer_compile.targets import device_limits
+from tests.bench.gpu_rows import Rows
+
+LATENT = (
+    (1, 128, 8192), (16, 128, 4096), (64, 128, 4096), (128, 128, 4096), (128, 16, 4096), (128, 64, 4096)
+)  # fmt: skip
+"""Requests, heads, context."""
+TOKENS = (1, 16, 64, 128, 512, 4096)
+
+
+def graphed(run: Callable[[], Any], repeat: int = 1) -> float:
+    """Median microseconds of one run in a replayed CUDA graph of `repeat` runs; the cache of the chip is flushed."""
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeat):
+            run()
+    flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
+    times = []
+    for _ in range(15):
+        flush.zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / repeat)
+    return statistics.median(times)
+
+
+def measure(spec: AnySpec, params: Any, config: Any, given: dict[str, Any]) -> dict[str, float]:
+    """Microseconds of each launch, and of all."""
+    tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
+    launches = jit_launches(spec, params, config, tensors)
+
+    def everything() -> None:
+        for _, run in launches:
+            run()
+
+    found = {name: graphed(run) for name, run in launches}
+    return {**found, "all": graphed(everything)}
+
+
+def latent_case(heads: int, lengths: tuple[int, ...]) -> tuple[AnySpec, Any, dict[str, Any]]:
+    """V3's latent attention over pages of 64 with a shuffled table."""
+    spec = next(s for s in specs() if s.op is ops.CACHED_LATENT_ATTENTION)
+    case = next(c for c in spec.cases if c.name == "typical")
+    params = replace(case.params, heads=heads)
+    torch.set_default_device("cuda")
+    try:
+        given = spec.inputs(Case("", params, (1,) * len(lengths), lengths), torch.Generator("cuda").manual_seed(0))
+    finally:
+        torch.set_default_device("cpu")
+    return spec, params, {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+
+
+def latent(rows: Rows) -> None:
+    """Attention over the latents alone (`attend` and `merge`), whole contexts and contexts of S/4 to S."""
+    limits = device_limits(torch.device("cuda", 0))
+    assert limits is not None
+    for batch, heads, keys in LATENT:
+        drawn = torch.randint(keys // 4, keys + 1, (batch,), generator=torch.Generator().manual_seed(1)).tolist()
+        for which, lengths in (("", [keys] * batch), (" of S/4 to S", drawn)):
+            spec, params, given = latent_case(heads, tuple(lengths))
+            times = measure(spec, params, spec.default(params, limits, batch), given)
+            row = params.latent + params.rope
+            moved, flops = sum(lengths) * row * 2, 2.0 * sum(lengths) * heads * (row + params.latent)
+            us = times["attend"] + times.get("merge", 0.0)
+            note = "  ".join(f"{name} {found:.1f}" for name, found in times.items())
+            rows.add(f"latent B {batch} H {heads} S {keys}{which}", "ours", us, moved=moved, flops=flops, note=note)
+
+
+def grouped(x: Any, ids: Any, weights: Any, w13: Any, w2: Any) -> Any:
+    """The expert block with torch's grouped product: sort, two products, weight, sum."""
+    taken, flat = ids.shape[1], ids.flatten()
+    order = flat.argsort(stable=True)
+    ends = torch.bincount(flat, minlength=w13.shape[0]).cumsum(0).to(torch.int32)
+    made = torch._grouped_mm(x[order // taken], w13.transpose(1, 2), offs=ends)
+    gate, up = made.chunk(2, -1)
+    made = torch._grouped_mm(silu(gate) * up, w2.transpose(1, 2), offs=ends)
+    made = made * weights.flatten()[order, None].to(made.dtype)
+    return torch.zeros_like(x).index_add_(0, order // taken, made)
+
+
+def experts(rows: Rows) -> None:
+    """256 experts, 7168 -> 2048, top-8, sort and sum included."""
+    limits = device_limits(torch.device("cuda", 0))
+    assert limits is not None
+    torch.manual_seed(0)
+    w13 = torch.empty(256, 4096, 7168, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
+    w2 = torch.empty(256, 7168, 2048, dtype=torch.bfloat16, device="cuda").normal_(0, 0.02)
+    spec = next(s for s in specs() if s.op is ops.EXPERTS)
+    for tokens in TOKENS:
+        x = torch.randn(tokens, 7168, dtype=torch.bfloat16, device="cuda")
+        ids = torch.rand(tokens, 256, device="cuda").topk(8).indices.to(torch.int32)
+        weights = torch.rand(tokens, 8, device="cuda")
+        values = (x, ids, weights, w13, w2, None, None, "silu", 0.0, 0.0, False, False)
+        given = dict(zip((a.name for a in ops.EXPERTS.overload._schema.arguments), values))
+        params = spec.bind(Call(ops.EXPERTS, given, "decode"))
+        hit = len(ids.unique())
+        work, sizes = f"experts T {tokens}", {"moved": hit * 3 * 7168 * 2048 * 2, "flops": 48.0 * tokens * 7168 * 2048}
+        rows.add(work, "torch._grouped_mm", graphed(partial(grouped, x, ids, weights, w13, w2)), **sizes)
+        times = measure(spec, params, spec.default(params, limits, tokens), given)
+        note = f"{hit} hit  " + "  ".join(f"{name} {us:.1f}" for name, us in times.items())
+        rows.add(work, "ours", times["all"], note=note, **sizes)
