@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,13 @@ def _variant(
             lowered.setdefault(digest, low.blocks[block])
             if name not in callers.setdefault(digest, ()):
                 callers[digest] += (name,)
-    return target.build(Job(lowered, callers, options.isa), progress)
+    tuned = str(options.tuned) if options.tuned is not None else None
+    made = target.build(Job(lowered, callers, options.isa, tuned), progress)
+    if tuned is not None and not made.tuning:
+        made = replace(
+            made, notes=(*made.notes, f"no configuration is from {tuned}: nothing in it is for {made.target}")
+        )
+    return made
 
 
 def _write_weights(writer: BundleWriter, compiled: Compiled, options: BuildSettings) -> Ledger:
@@ -249,6 +255,7 @@ def _manifest(compiled: Compiled, options: BuildSettings, variants: Sequence[Var
         variants={v.target: _variant_record(v) for v in variants},
         caches={"page_size": PAGE_SIZE, "inputs": [c.name for c in first.caches]},
         arena={name: peak_bytes(program) for name, program in compiled.programs.items()},
+        tuning={v.target: v.tuning for v in variants if v.tuning},
         tokenizer=tokenizer,
         build={
             "version": deepinfer_compile.__version__,

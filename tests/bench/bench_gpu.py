@@ -8,7 +8,6 @@ Transformers' static cache: 64 successive steps with new tokens, wall time with 
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,8 +20,9 @@ from typing import Any
 import torch
 
 from deepinfer_compile import ops
-from deepinfer_compile.kernel_ops import compile_launches, jit_launches
+from deepinfer_compile.kernel_ops import compile_launches, jit_call
 from deepinfer_compile.kernels import AnySpec, Call, Case, specs
+from deepinfer_compile.sweep_machine import GraphTimer
 from deepinfer_compile.targets import device_limits
 
 READ_CEILING = 4.5e12
@@ -33,24 +33,7 @@ TOKENS = (1, 16, 64, 128, 512, 4096)
 
 def graphed(run: Callable[[], Any], repeat: int = 1) -> float:
     """Median microseconds of one run in a replayed CUDA graph of `repeat` runs; the cache of the chip is flushed."""
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeat):
-            run()
-    flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
-    times = []
-    for _ in range(15):
-        flush.zero_()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / repeat)
-    return statistics.median(times)
+    return GraphTimer().repeated(run, repeat).us
 
 
 def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
@@ -60,14 +43,9 @@ def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
 def measure(spec: AnySpec, params: Any, config: Any, given: dict[str, Any]) -> dict[str, float]:
     """Microseconds of each launch, and of all."""
     tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
-    launches = jit_launches(spec, params, config, tensors)
-
-    def everything() -> None:
-        for _, run in launches:
-            run()
-
-    found = {name: graphed(run) for name, run in launches}
-    return {**found, "all": graphed(everything)}
+    call = jit_call(spec, params, config, tensors)
+    found = {name: graphed(run) for name, run in call.launches}
+    return {**found, "all": graphed(call)}
 
 
 def show(what: str, config: Any, times: dict[str, float], moved: int, of: str) -> None:
@@ -128,8 +106,7 @@ def search(what: str, spec: AnySpec, params: Any, given: Any, configs: Any, move
         if wrong:
             print(f"  {config}: {wrong}", flush=True)
             continue
-        launches = dict(jit_launches(spec, params, config, tensors))
-        for name, run in launches.items():
+        for name, run in jit_call(spec, params, config, tensors).launches:
             run()
             if name in of:
                 found[name].append((graphed(run), str(config)))
