@@ -192,9 +192,8 @@ def _variant(
     tuned = str(options.tuned) if options.tuned is not None else None
     made = target.build(Job(lowered, callers, options.isa, tuned), progress)
     if tuned is not None and not made.tuning:
-        made = replace(
-            made, notes=(*made.notes, f"no configuration is from {tuned}: nothing in it is for {made.target}")
-        )
+        note = f"no configuration is from {tuned}: it has none that this build of {made.target} can use"
+        made = replace(made, notes=(*made.notes, note))
     return made
 
 

@@ -65,7 +65,7 @@ class Sweep:
         """Every bucket as it is complete. Raises BadShapes, BadTuning, OutputBusy, SweepFailed."""
         shapes = [s for s in shapes if self._takes(s)]
         with self.machine:
-            for (name, params), group in groupby(shapes, key=lambda s: (s.spec.op.name, s.params)):
+            for (_, params), group in groupby(shapes, key=lambda s: (s.spec.op.name, s.params)):
                 own = list(group)
                 key = Key.of(own[0].spec, params, self.machine.target, self.machine.name)
                 with self.store.claim(key):

@@ -10,7 +10,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -124,7 +124,7 @@ class GraphTimer:
             graph.replay()
             end.record()
             torch.cuda.synchronize()
-            return begin.elapsed_time(end) * 1e3 / repeat
+            return float(begin.elapsed_time(end)) * 1e3 / repeat
 
         return until_clear(sample, self.SAMPLES, self.FEW, hopeless)
 
@@ -211,7 +211,7 @@ class Interpreter:
     target: str
     limits: Limits
     name: str = INTERPRETER
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     most_bytes: int = INTERPRETED_BYTES
     group: int = 1 << 20

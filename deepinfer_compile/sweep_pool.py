@@ -67,9 +67,9 @@ class CompilePool:
             return reason
         self._own.worker = None
         code = worker.wait()
-        return (
-            f"compiling took more than {self._limit_s:g} s" if late.is_set() else f"the compiler ended with code {code}"
-        )
+        if late.is_set():
+            return f"compiling took more than {self._limit_s:g} s"
+        return f"the compiler's process ended with code {code}"
 
     def _start(self) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE

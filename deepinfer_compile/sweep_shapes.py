@@ -51,7 +51,8 @@ class Shape:
 
     def __str__(self) -> str:
         parts = [f"{count} x {new} of {length}" for count, new, length in self.requests]
-        return f"{self.spec.op.name}, {self.tokens} tokens ({', '.join(parts)})"
+        tokens = f"{self.tokens} token{'s' * (self.tokens != 1)}"
+        return f"{self.spec.op.name}, {tokens} ({', '.join(parts)})"
 
 
 def template_specs(template: str) -> tuple[AnySpec, ...]:
@@ -103,9 +104,8 @@ def _entry(found: tuple[AnySpec, ...], entry: dict[str, Any], file: str, where: 
     names = ", ".join(s.op.name for s in found)
     chosen = [s for s in found if s.op.name == entry.get("op", s.op.name)]
     if len(chosen) != 1:
-        reason = (
-            f"{where}.op names none of the template's operations" if "op" in entry else f"{where} lacks the key 'op'"
-        )
+        reason = "names none of the template's operations" if "op" in entry else "is needed: the template has several"
+        reason = f"{where}.op {reason}"
         raise BadShapes(file=file, reason=reason, fix=f"give one of {names}")
     params = _params(chosen[0], entry["params"], file, f"{where}.params")
     new = entry.get("new", 1)
