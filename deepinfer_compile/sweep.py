@@ -35,6 +35,8 @@ SEED = 0
 PHASES = ("decode", "verify", "prefill")
 EXACT = {torch.float32: torch.float64}
 """The type that a reference computes in, by the kernel's; fp32 for all others."""
+FAULTS = (ArithmeticError, LookupError, TypeError, ValueError)
+"""What a kernel's own functions raise for Params that are none."""
 Progress = Callable[[str], None]
 
 
@@ -75,20 +77,22 @@ class Sweep:
 
     def _takes(self, shape: Shape) -> bool:
         """Whether the machine takes a shape; of the kernel's own cases others are left out, with a note."""
-        try:
-            need = operand_bytes(shape, self.machine.limits)
-        except (ValueError, ZeroDivisionError) as error:
-            raise fault(shape, self.file, error) from None
-        reason = ""
-        if shape.params.dtype not in self.machine.dtypes:
-            reason = f"{self.machine.name} does not compute in {shape.params.dtype}"
-        elif self.machine.most_bytes and need > self.machine.most_bytes:
-            reason = f"its operands take {need} bytes, {self.machine.name} is given {self.machine.most_bytes}"
+        known = shape.params.dtype in self.machine.dtypes
+        reason = self._too_much(shape) if known else f"{self.machine.name} does not compute in {shape.params.dtype}"
         if reason and self.file != DEFAULT:
             raise BadShapes(file=self.file, reason=f"{shape}: {reason}", fix="measure it on a GPU")
         if reason:
             self.notes[f"left out: {shape}: {reason}"] = None
         return not reason
+
+    def _too_much(self, shape: Shape) -> str:
+        """Why operands are too large for the machine, or nothing. Raises BadShapes."""
+        most = self.machine.most_bytes
+        try:
+            need = operand_bytes(shape, self.machine.limits) if most else 0
+        except FAULTS as error:
+            raise fault(shape, self.file, error) from None
+        return f"its operands take {need} bytes, {self.machine.name} is given {most}" if need > most else ""
 
     def _look_around(self, key: Key) -> None:
         """Note the records for the same kernel and Params that are not this one."""
@@ -138,7 +142,7 @@ class Sweep:
         try:
             usual = shape.spec.default(shape.params, limits, shape.tokens)
             return list(dict.fromkeys((usual, *shape.spec.space(shape.params, limits))))
-        except (ValueError, ZeroDivisionError) as error:
+        except FAULTS as error:
             raise fault(shape, self.file, error) from None
 
     def _measure(self, bench: Bench, left: list[tuple[Any, Any]], journal: Journal, count: int) -> None:
@@ -189,7 +193,9 @@ class Bench:
                 raise ValueError(f"no graph gives these params: {other}")
             plan = shape.spec.plan(shape.params, shape.spec.default(shape.params, self.machine.limits, shape.tokens))
             check_operands(shape.spec.name, plan, {n: t for n, t in given.items() if isinstance(t, Tensor)})
-        except (CompileError, ValueError, IndexError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (*FAULTS, CompileError, RuntimeError) as error:
             raise fault(shape, file, error) from None
         return given
 

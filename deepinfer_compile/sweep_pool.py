@@ -10,10 +10,15 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+
+from deepinfer_compile.sweep_worker import MOST
 
 COMMAND = (sys.executable, "-m", "deepinfer_compile.sweep_worker")
 LIMIT_S = 180.0
@@ -29,14 +34,19 @@ class CompilePool:
         self._threads = ThreadPoolExecutor(self.size)
         self._own = threading.local()
         self._workers: list[subprocess.Popen[str]] = []
+        self._scratch = tempfile.TemporaryDirectory(prefix="deepinfer-sweep-")
 
     def close(self) -> None:
         """End every process."""
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in list(self._workers):
+            worker.kill()
+        self._threads.shutdown()
         for worker in self._workers:
             worker.kill()
             worker.communicate()
         self._workers.clear()
+        self._scratch.cleanup()
 
     def reasons(self, jobs: Sequence[dict[str, Any]]) -> list[str]:
         """What went wrong with each job, or nothing."""
@@ -69,11 +79,15 @@ class CompilePool:
         code = worker.wait()
         if late.is_set():
             return f"compiling took more than {self._limit_s:g} s"
-        return f"the compiler's process ended with code {code}"
+        said = [text.strip() for text in self._own.log.read_text(errors="replace").splitlines() if text.strip()]
+        return f"the compiler's process ended with code {code}{': ' if said else ''}{''.join(said[-1:])}"[:MOST]
 
     def _start(self) -> subprocess.Popen[str]:
+        self._own.log = Path(self._scratch.name, f"{threading.get_ident()}-{time.monotonic_ns()}.txt")
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
         pipe = subprocess.PIPE
-        made = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        with self._own.log.open("w") as log:
+            made = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=log, text=True, env=env)
         self._own.worker = made
         self._workers.append(made)
         return made
