@@ -192,7 +192,7 @@ def _variant(
     tuned = str(options.tuned) if options.tuned is not None else None
     made = target.build(Job(lowered, callers, options.isa, tuned), progress)
     if tuned is not None and not made.tuning:
-        note = f"no configuration is from {tuned}: it has none that this build of {made.target} can use"
+        note = f"no configuration is from {Path(tuned).name}: it has none that this build of {made.target} can use"
         made = replace(made, notes=(*made.notes, note))
     return made
 

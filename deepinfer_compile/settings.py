@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from deepinfer_compile.errors import BadOption, UnknownOption
@@ -39,6 +40,9 @@ class BuildSettings:
                 raise BadOption(
                     name=name, value=getattr(self, name), reason="not one of the choices", fix=f"use one of {allowed}"
                 )
+        if self.tuned is not None and not Path(self.tuned).is_dir():
+            fix = "give the folder that `deepinfer-compile tune --store` wrote"
+            raise BadOption(name="tuned", value=str(self.tuned), reason="there is no such folder", fix=fix)
         if self.max_model_len is not None and self.max_model_len < 1:
             raise BadOption(name="max_model_len", value=self.max_model_len, reason="not positive", fix="use 1 or more")
 

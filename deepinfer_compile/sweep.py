@@ -66,6 +66,9 @@ class Sweep:
     def run(self, shapes: Sequence[Shape]) -> Iterator[Outcome]:
         """Every bucket as it is complete. Raises BadShapes, BadTuning, OutputBusy, SweepFailed."""
         shapes = [s for s in shapes if self._takes(s)]
+        if not shapes:
+            reason = f"none of them is for {self.machine.name}; {next(iter(self.notes), 'there are none')}"
+            raise BadShapes(file=self.file, reason=reason, fix="give a file with shapes that it takes, or use a GPU")
         with self.machine:
             for (_, params), group in groupby(shapes, key=lambda s: (s.spec.op.name, s.params)):
                 own = list(group)

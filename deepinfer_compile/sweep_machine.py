@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -215,11 +216,23 @@ class Interpreter:
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     most_bytes: int = INTERPRETED_BYTES
     group: int = 1 << 20
+    _patch: Any = None
 
     def __enter__(self) -> Interpreter:
+        """Triton 3.6 cannot use a scalar as a loop's bound under NumPy 2.4 and newer: mended until the exit."""
+        interpreter: Any = import_module("triton.runtime.interpreter")
+        self._patch = usual = interpreter._patch_lang_tensor
+
+        def patch(tensor: Any, *rest: Any) -> None:
+            usual(tensor, *rest)
+            tensor.__index__ = lambda self: int(self.handle.data.item())
+
+        interpreter._patch_lang_tensor = patch
         return self
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        interpreter: Any = import_module("triton.runtime.interpreter")
+        interpreter._patch_lang_tensor = self._patch
 
     def compile(self, spec: AnySpec, params: Any, configs: Sequence[Any], operands: Mapping[str, Tensor]) -> list[str]:
         """There is nothing to compile."""

@@ -130,10 +130,10 @@ def test_the_command_line_takes_the_store_and_says_what_was_of_no_use(
     built(model, tmp_path / "stale", old)
     notes = read_bundle(tmp_path / "stale").manifest.variants["nvidia-sm90"]["notes"]
     assert any("tuning record not used: rms_norm-nvidia-sm90-" in n and "another version" in n for n in notes)
-    assert any(f"no configuration is from {old}" in n for n in notes)
+    assert any("no configuration is from old: " in n for n in notes)
     assert not read_bundle(tmp_path / "stale").manifest.tuning
     with pytest.raises(BadOption, match="no such folder"):
-        dc.build(model, tmp_path / "x", target="nvidia-sm90", tuned=tmp_path / "none")
+        dc.build(model, tmp_path / "x", tuned=tmp_path / "none")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "x.json").write_text("{}")
     with pytest.raises(BadTuning, match=r"x\.json"):

@@ -93,6 +93,12 @@ def test_what_is_named_must_be_there(tmp_path: Path) -> None:
         read_shapes("cpu_linear", "default")
 
 
+def test_nothing_to_measure_is_an_error(tmp_path: Path) -> None:
+    sweep = Sweep(FakeMachine(dtypes=()), FakeTimer(lambda c: 1.0), Store(tmp_path))
+    with pytest.raises(BadShapes, match="none of them is for a device of tests; left out: rms_norm, 1 token"):
+        list(sweep.run(read_shapes("rms_norm", "default")))
+
+
 def test_own_cases_leave_out_what_is_too_large(tmp_path: Path) -> None:
     sweep = Sweep(FakeMachine(dtypes=(torch.float32,)), FakeTimer(lambda c: 1.0), Store(tmp_path))
     found = list(sweep.run(read_shapes("rms_norm", "default")))
