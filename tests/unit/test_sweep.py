@@ -113,6 +113,14 @@ def test_a_lost_device_ends_the_sweep_and_is_passed_over_afterwards(tmp_path: Pa
     assert len(machine.seen) == len(set(machine.seen))
 
 
+def test_one_token_may_lie_better_than_the_kernel_needs(tmp_path: Path) -> None:
+    experts = spec_of("experts")
+    params = next(c.params for c in experts.cases if c.name == "padding")
+    assert params.align == 4
+    (found,), _ = swept(FakeMachine(), tmp_path, shape(experts, params, 1), us=lambda c: 1.0)
+    assert found.bucket.counts()["rejected"] == 0
+
+
 def test_what_is_stored_is_not_measured_again(tmp_path: Path) -> None:
     one, two = shape(NORM, ROWS, 1), shape(NORM, ROWS, 8)
     swept(FakeMachine(), tmp_path, one)
