@@ -274,7 +274,7 @@ def _fits(bound: Any, params: Any) -> bool:
     """Whether operands that bind to `bound` may be given to a kernel for `params`: they may be aligned to more."""
     if isinstance(bound, Refused) or not hasattr(bound, "align"):
         return bool(bound == params)
-    return bound.align % params.align == 0 and replace(bound, align=params.align) == params
+    return not bound.align % params.align and bool(replace(bound, align=params.align) == params)
 
 
 def error_of(found: Tensor, want: Tensor) -> float:
