@@ -11,6 +11,7 @@ import collections
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 from deepinfer_compile import ops
 from deepinfer_compile.errors import (
     BadOption,
+    BadTuning,
     CompileError,
     GraphInvalid,
     NoCompiler,
@@ -34,14 +36,15 @@ from deepinfer_compile.kernel_ops import Rendered
 from deepinfer_compile.passbase import Pass
 from deepinfer_compile.pipeline import Pipeline, Record
 from deepinfer_compile.program import Program
-from deepinfer_compile.targets import device_limits
+from deepinfer_compile.targets import device_target
+from deepinfer_compile.tuned import Tuned
 
 log = logging.getLogger("deepinfer_compile.backend")
 counters: collections.Counter[str] = collections.Counter()
 """What the backend compiled in this process: `raised`, `left: <reason>`, `op: <name>` per dialect op compiled in."""
 executed: collections.Counter[str] = collections.Counter()
 """What compiled graphs ran in this process: `<name>` per dialect op, added at each call of a graph that holds it."""
-DEFAULTS: dict[str, Any] = {"raise": True, "pipeline": None, "kernels": True}
+DEFAULTS: dict[str, Any] = {"raise": True, "pipeline": None, "kernels": True, "tuned": None}
 """The backend's own options."""
 
 
@@ -73,7 +76,8 @@ def prepare(gm: GraphModule, options: dict[str, Any] | None = None) -> Prepared:
     """What Inductor is to compile in place of a Dynamo graph: inputs, outputs and side effects are the same.
 
     options: `raise` (default True) runs the passes, `pipeline` replaces them (a sequence of passes), `kernels` (default
-    True) uses our native kernels where the graph runs on the CPU.
+    True) uses our native kernels where the graph runs on the CPU. `tuned` is a folder of measurements (`tune --store`)
+    from which rendered kernels take their configurations. Raises BadOption, BadTuning for a folder that is none.
     """
     chosen = {**DEFAULTS, **(options or {})}
     reason = "" if chosen["raise"] else "raise=False"
@@ -82,6 +86,8 @@ def prepare(gm: GraphModule, options: dict[str, Any] | None = None) -> Prepared:
     if not reason:
         try:
             return _raised(gm, chosen)
+        except (BadOption, BadTuning):
+            raise
         except CompileError as err:
             reason = str(err).splitlines()[0]
             ours = isinstance(err, (PassFailed, GraphInvalid))
@@ -102,6 +108,9 @@ def _options(options: dict[str, Any], mode: str | None) -> tuple[dict[str, Any],
     if mode is not None and mode not in inductor.list_mode_options():
         fix = f"use one of {', '.join(inductor.list_mode_options())}"
         raise BadOption(name="mode", value=mode, reason="Inductor has no such mode", fix=fix)
+    if options.get("tuned") is not None and not Path(options["tuned"]).is_dir():
+        fix = "give the folder that `deepinfer-compile tune --store` wrote"
+        raise BadOption(name="tuned", value=options["tuned"], reason="there is no such folder", fix=fix)
     patches = dict(inductor.list_mode_options(mode)) if mode is not None else {}
     patches.update({theirs: options[name] for name, theirs in names.items()})
     return {**DEFAULTS, **{k: v for k, v in options.items() if k in DEFAULTS}}, patches
@@ -140,7 +149,7 @@ def _raised(gm: GraphModule, chosen: dict[str, Any]) -> Prepared:
         log.info("%s: %d applied, %d missed", record.name, record.count("applied"), record.count("missed"))
     (block,) = program.blocks.values()
     kernels = _kernels(values) if chosen["kernels"] else {}
-    rendered = _rendered(values) if chosen["kernels"] else None
+    rendered = _rendered(values, chosen["tuned"]) if chosen["kernels"] else None
     (call,) = program.calls()
     order = [n.name for n in form.gm.graph.nodes if n.op == "placeholder"]
     read = [order.index(hole.name) for hole in call.args]  # type: ignore[union-attr]  # inputs nobody reads are gone
@@ -190,15 +199,23 @@ def _kernels(values: Sequence[Any]) -> dict[str, Any]:
     return {op.split(".")[1]: getattr(library, kernel).default for op, kernel in KERNELS}
 
 
-def _rendered(values: Sequence[Any]) -> Rendered | None:
-    """Kernels rendered for the one GPU that everything is on, or None."""
+def _rendered(values: Sequence[Any], folder: str | None) -> Rendered | None:
+    """Kernels rendered for the one GPU that everything is on, or None. Raises BadOption, BadTuning."""
     devices = {v.device for v in values if isinstance(v, Tensor) and v.device.type != "cpu"}
-    limits = device_limits(devices.pop()) if len(devices) == 1 else None
-    return Rendered(limits) if limits is not None else None
+    device = devices.pop() if len(devices) == 1 else None
+    target = device_target(device) if device is not None else None
+    if device is None or target is None:
+        return None
+    if folder is None:
+        return Rendered(target.limits)
+    return Rendered(target.limits, Tuned(folder, target.name, target.limits, torch.cuda.get_device_name(device)))
 
 
 def _report(rendered: Rendered) -> None:
     counters.update({f"kernel: {name}": count for name, count in rendered.used.items()})
+    counters.update({f"tuned: {name}": count for name, count in rendered.stored.items() if count})
+    for reason in rendered.tuned.ignored if rendered.tuned is not None else ():
+        log.warning("tuning record not used: %s", reason)
     for reason, count in rendered.left.items():
         log.info("no kernel for %d call(s) of %s", count, reason)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,12 @@ def _variant(
             lowered.setdefault(digest, low.blocks[block])
             if name not in callers.setdefault(digest, ()):
                 callers[digest] += (name,)
-    return target.build(Job(lowered, callers, options.isa), progress)
+    tuned = str(options.tuned) if options.tuned is not None else None
+    made = target.build(Job(lowered, callers, options.isa, tuned), progress)
+    if tuned is not None and not made.tuning:
+        note = f"no configuration is from {Path(tuned).name}: it has none that this build of {made.target} can use"
+        made = replace(made, notes=(*made.notes, note))
+    return made
 
 
 def _write_weights(writer: BundleWriter, compiled: Compiled, options: BuildSettings) -> Ledger:
@@ -230,8 +235,7 @@ def _refuse_without_values(source: ModelSource, captured: Program, options: Buil
             name="weights",
             value=options.weights,
             reason=f"{without[0]} and {len(without) - 1} other tensors are on the meta device and hold nothing",
-            fix="give the model its weights"
-            + ("" if lost else ', or use weights="none" and load(checkpoint=...)'),
+            fix="give the model its weights" + ("" if lost else ', or use weights="none" and load(checkpoint=...)'),
         )
 
 
@@ -268,6 +272,7 @@ def _manifest(compiled: Compiled, options: BuildSettings, variants: Sequence[Var
         variants={v.target: _variant_record(v) for v in variants},
         caches={"page_size": PAGE_SIZE, "inputs": [c.name for c in first.caches]},
         arena={name: peak_bytes(program) for name, program in compiled.programs.items()},
+        tuning={v.target: v.tuning for v in variants if v.tuning},
         tokenizer=tokenizer,
         build={
             "version": deepinfer_compile.__version__,

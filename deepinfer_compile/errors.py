@@ -107,6 +107,33 @@ class KernelOperand(CompileError):
     exit_code = 9
 
 
+# -- tuning -----------------------------------------------------------------------------------------------------------
+
+
+class CannotMeasure(CompileError):
+    what = "kernels cannot be measured here: {reason}"
+    hint = "{fix}"
+    exit_code = 3
+
+
+class BadShapes(CompileError):
+    what = "the shapes in {file} cannot be measured: {reason}"
+    hint = "{fix}"
+    exit_code = 2
+
+
+class BadTuning(CompileError):
+    what = "the tuning record {file} cannot be used: {reason}"
+    hint = "move the file away and measure its shapes again; nothing of it was used"
+    exit_code = 8
+
+
+class SweepFailed(CompileError):
+    what = "measuring {kernel} stopped: {reason}"
+    hint = "{fix}"
+    exit_code = 4
+
+
 # -- capture ----------------------------------------------------------------------------------------------------------
 
 

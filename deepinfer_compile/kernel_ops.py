@@ -28,6 +28,7 @@ from deepinfer_compile.artifacts import cached
 from deepinfer_compile.kernels import AnySpec, Call, Limits, Refused, render_kernel, specs
 from deepinfer_compile.ops.registry import Op
 from deepinfer_compile.runtime.launch import Buffer, Expr, Launch, LaunchPlan
+from deepinfer_compile.tuned import Tuned
 
 NAMESPACE = "deepinfer_kernels"
 OURS = ("latent_attention", "experts", "route", "linear")
@@ -50,11 +51,14 @@ class Kernel:
 
 
 class Rendered:
-    """Calls of dialect operations as calls of kernels, for one device. used, left: how many, and why not, by name."""
+    """Calls of dialect operations as calls of kernels, for one device. used, left: how many, and why not, by name.
+    tuned: what to choose configurations from before the defaults; stored: how many came from there, by name."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, tuned: Tuned | None = None) -> None:
         self.limits = limits
+        self.tuned = tuned
         self.used: Counter[str] = Counter()
+        self.stored: Counter[str] = Counter()
         self.left: Counter[str] = Counter()
 
     def call(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -95,9 +99,16 @@ class Rendered:
             if spec.op is op and DIALECT in spec.sources:
                 params = spec.bind(call)
                 if not isinstance(params, Refused):
-                    return operator(spec, params, spec.default(params, self.limits, _tokens(op, given)))
+                    return operator(spec, params, self._config(spec, params, _tokens(op, given)))
                 reasons.append(params.reason)
         return Refused("; ".join(reasons) or "no kernel template computes it")
+
+    def _config(self, spec: AnySpec, params: Any, tokens: int) -> Any:
+        if self.tuned is None:
+            return spec.default(params, self.limits, tokens)
+        found = self.tuned.choose(spec, params, tokens)
+        self.stored[spec.op.name] += found.bucket is not None
+        return found.config
 
 
 def _expanded(mask: Tensor, q_nope: Tensor) -> Tensor:
@@ -126,14 +137,14 @@ def operator(spec: AnySpec, params: Any, config: Any) -> Kernel:
     if name not in _MADE:
         plan = spec.plan(params, config)
         operands = tuple(o.name for o in plan.operands)
-        run = _runner(_load(text), plan, operands)
+        run = _runner(load_source(text), plan, operands)
         op: Any = torch.library.triton_op(f"{NAMESPACE}::{name}", run, mutates_args=set(spec.op.mutates))
         op.register_fake(lambda *given: _results(plan, dict(zip(operands, given, strict=True))))
         _MADE[name] = Kernel(getattr(getattr(torch.ops, NAMESPACE), name).default, operands)
     return _MADE[name]
 
 
-def _load(text: str) -> ModuleType:
+def load_source(text: str) -> ModuleType:
     """The rendered source as a module. Triton reads the text of a function from the module's file."""
 
     def write(folder: Path) -> None:
@@ -154,9 +165,7 @@ def _runner(module: ModuleType, plan: LaunchPlan, names: Sequence[str]) -> Calla
     """What the operator does: allocate, and launch in order."""
 
     def run(*operands: Tensor) -> Any:
-        tensors = dict(zip(names, operands, strict=True))
-        for buffer in (*plan.results, *plan.scratch):
-            tensors[buffer.name] = _allocate(buffer, tensors)
+        tensors = with_buffers(plan, dict(zip(names, operands, strict=True)))
         for launch in plan.launches:
             _launch(module, launch, tensors)
         return _one_or_all(tuple(tensors[b.name] for b in plan.results))
@@ -169,31 +178,49 @@ def _runner(module: ModuleType, plan: LaunchPlan, names: Sequence[str]) -> Calla
     return run
 
 
-def jit_launches(
-    spec: AnySpec, params: Any, config: Any, operands: Mapping[str, Tensor]
-) -> list[tuple[str, Callable[[], None]]]:
-    """The launches of one call by entry, each of which can be run again and again: to measure with."""
-    module = _load(render_kernel(spec, params, config, DIALECT))
-    plan = spec.plan(params, config)
-    tensors = dict(operands)
-    for buffer in (*plan.results, *plan.scratch):
-        tensors[buffer.name] = _allocate(buffer, tensors)
-    return [(launch.entry, partial(_launch, module, launch, tensors)) for launch in plan.launches]
+@dataclass(frozen=True)
+class JitCall:
+    """One call of a kernel that can be run again and again, to measure with. tensors: operands, results and scratch
+    memory by name. launches: by entry, in order."""
+
+    tensors: dict[str, Tensor]
+    launches: tuple[tuple[str, Callable[[], None]], ...]
+
+    def __call__(self) -> None:
+        for _, run in self.launches:
+            run()
 
 
-def compile_launches(spec: AnySpec, params: Any, config: Any, operands: Mapping[str, Tensor]) -> None:
-    """Compile every launch of a call into Triton's cache. operands: may be on the meta device."""
-    module = _load(render_kernel(spec, params, config, DIALECT))
+def jit_call(spec: AnySpec, params: Any, config: Any, operands: Mapping[str, Tensor]) -> JitCall:
+    """A call of a kernel on given operands."""
+    module = load_source(render_kernel(spec, params, config, DIALECT))
     plan = spec.plan(params, config)
-    tensors = dict(operands)
-    for buffer in (*plan.results, *plan.scratch):
-        tensors[buffer.name] = _allocate(buffer, tensors)
+    tensors = with_buffers(plan, operands)
+    return JitCall(tensors, tuple((n.entry, partial(_launch, module, n, tensors)) for n in plan.launches))
+
+
+def compile_launches(spec: AnySpec, params: Any, config: Any, operands: Mapping[str, Tensor]) -> list[Any]:
+    """Compile every launch of a call into Triton's cache; what Triton makes of each. operands: may be on the meta
+    device."""
+    module = load_source(render_kernel(spec, params, config, DIALECT))
+    plan = spec.plan(params, config)
+    tensors = with_buffers(plan, operands)
+    made = []
     for launch in plan.launches:
         # the compiler needs a pointer's type alone; what torch allocates is aligned
         values = [
             tensors[a.value].dtype if isinstance(a.value, str) else _value(a.value, tensors) for a in launch.arguments
         ]
-        getattr(module, launch.entry).warmup(*values, grid=(1,), **launch.options)
+        made.append(getattr(module, launch.entry).warmup(*values, grid=(1,), **launch.options))
+    return made
+
+
+def with_buffers(plan: LaunchPlan, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The operands, and results and scratch memory of one call, beside them on their device."""
+    tensors = dict(operands)
+    for buffer in (*plan.results, *plan.scratch):
+        tensors[buffer.name] = _allocate(buffer, tensors)
+    return tensors
 
 
 def _launch(module: ModuleType, launch: Launch, tensors: Mapping[str, Tensor]) -> None:

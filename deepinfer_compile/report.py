@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deepinfer_compile.bundle import Manifest
 from deepinfer_compile.program import remarks
@@ -52,6 +52,17 @@ def markdown(compiled: Compiled, manifest: Manifest) -> str:
         lines.append(f"- {target}: {kind} {variant['requires'] or ''}".rstrip())
         lines += [f"  - {note}" for note in variant["notes"]]
         lines += [f"  - compiled {name[:12]} in {s:.1f} s" for name, s in variant["seconds"].items()]
+        lines += _tuning(variant, manifest.tuning.get(target))
     if manifest.waivers:
         lines += ["", "## Waivers", "", *(f"- {w}" for w in manifest.waivers)]
     return "\n".join(lines) + "\n"
+
+
+def _tuning(variant: dict[str, Any], tuning: dict[str, Any] | None) -> list[str]:
+    """Where the configuration of each kernel is from, if any was measured."""
+    lines = []
+    for name in variant["kernels"] if tuning is not None else ():
+        told = tuning["kernels"].get(name, ()) if tuning is not None else ()
+        parts = [f"tuned, {t['us']:.1f} us at {t['tokens']} tokens on {tuning['device']}" for t in told if tuning]
+        lines.append(f"  - configuration of {name[:12]}: {'; '.join(dict.fromkeys(parts)) or 'default'}")
+    return lines

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from deepinfer_compile.errors import BadOption, UnknownOption
@@ -19,7 +21,8 @@ class BuildSettings:
     dtype: computing type; auto is the checkpoint's. max_model_len: longest context; None is the model's own.
     native: compile kernels (False: graph-only bundle). isa: x86-64-v3 or x86-64-v4 for the cpu target; None is this
     machine's. weights: copy into the bundle, link to the folder, or none. waive: passes that may miss what a preset
-    says they must match. trim: trace only the first and last layer of each kind.
+    says they must match. trim: trace only the first and last layer of each kind. tuned: folder of measurements (`tune
+    --store`), from which kernels take their configurations.
     """
 
     dtype: str = "auto"
@@ -29,6 +32,7 @@ class BuildSettings:
     weights: str = "copy"
     waive: tuple[str, ...] = ()
     trim: bool = True
+    tuned: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("dtype", DTYPES), ("weights", WEIGHTS), ("isa", (None, "x86-64-v3", "x86-64-v4"))):
@@ -36,6 +40,9 @@ class BuildSettings:
                 raise BadOption(
                     name=name, value=getattr(self, name), reason="not one of the choices", fix=f"use one of {allowed}"
                 )
+        if self.tuned is not None and not Path(self.tuned).is_dir():
+            fix = "give the folder that `deepinfer-compile tune --store` wrote"
+            raise BadOption(name="tuned", value=str(self.tuned), reason="there is no such folder", fix=fix)
         if self.max_model_len is not None and self.max_model_len < 1:
             raise BadOption(name="max_model_len", value=self.max_model_len, reason="not positive", fix="use 1 or more")
 

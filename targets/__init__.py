@@ -25,9 +25,15 @@ def get_target(name: str) -> Target:
     return TARGETS[name]
 
 
-def device_limits(device: torch.device) -> Limits | None:
-    """The data of the target that a GPU of this machine is, or None if it is none of ours."""
+def device_target(device: torch.device) -> Target | None:
+    """The target that a GPU of this machine is, or None if it is none of ours."""
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)
-    return next((t.limits for t in (SM90, SM100) if t.capability == capability), None)
+    return next((t for t in (SM90, SM100) if t.capability == capability), None)
+
+
+def device_limits(device: torch.device) -> Limits | None:
+    """The data of the target that a GPU of this machine is, or None if it is none of ours."""
+    target = device_target(device)
+    return target.limits if target is not None else None

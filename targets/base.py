@@ -20,7 +20,7 @@ class Variant:
     requires: what the running machine must offer (compared by the loader); `device` is the torch device type, cpu if it
     is not named. blocks: block hash -> file in the bundle. kernels: kernel hash -> its record in the bundle, where
     block files name kernels. libraries: shared libraries to load first. files: bundle path -> file on this machine.
-    seconds: compile times.
+    seconds: compile times. tuning: device -> kernel hash -> the choices that were taken from a store of measurements.
     """
 
     target: str
@@ -32,15 +32,18 @@ class Variant:
     files: dict[str, Path] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    tuning: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to build: lowered blocks by hash, and by the same hash the programs that call each. isa: as in `prepare`."""
+    """What to build: lowered blocks by hash, and by the same hash the programs that call each. isa: as in `prepare`.
+    tuned: folder of a store whose configurations come before the defaults."""
 
     blocks: dict[str, GraphModule]
     programs: dict[str, tuple[str, ...]]
     isa: str | None = None
+    tuned: str | None = None
 
 
 class Target(Protocol):

@@ -24,10 +24,11 @@ from torch.fx import GraphModule, Node
 from deepinfer_compile.artifacts import cached
 from deepinfer_compile.graph import target_name
 from deepinfer_compile.graphjson import to_json
-from deepinfer_compile.kernels import Limits, Refused, call_of, choices, select
+from deepinfer_compile.kernels import AnySpec, Limits, Refused, call_of, choices, select
 from deepinfer_compile.passbase import Pass
 from deepinfer_compile.targets.base import Job, Variant
 from deepinfer_compile.targets.triton_compiler import DIALECT, Kernel, TritonCompiler, missing_tools
+from deepinfer_compile.tuned import Chosen, Tuned
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 """Numbers of tokens for which a kernel's config is chosen."""
@@ -55,7 +56,7 @@ class NvidiaTarget:
         return ()
 
     def build(self, job: Job, progress: Callable[[str], None]) -> Variant:
-        made = _Made(self, progress)
+        made = _Made(self, progress, Tuned(job.tuned, self.name, self.limits) if job.tuned is not None else None)
         arch = self.capability[0] * 10 + self.capability[1]
         version = metadata.version("triton")
         blocks, files = {}, {}
@@ -75,14 +76,16 @@ class NvidiaTarget:
             files=files,
             seconds=made.seconds,
             notes=made.notes(),
+            tuning=made.tuning(),
         )
 
 
 class _Made:
     """Kernels of one build by hash, and counts for the notes."""
 
-    def __init__(self, target: NvidiaTarget, progress: Callable[[str], None]) -> None:
-        self.target, self.progress = target, progress
+    def __init__(self, target: NvidiaTarget, progress: Callable[[str], None], tuned: Tuned | None) -> None:
+        self.target, self.progress, self.tuned = target, progress, tuned
+        self.stored: dict[str, list[dict[str, Any]]] = {}
         self.folders: dict[str, Path] = {}
         self.seconds: dict[str, float] = {}
         self.bound: dict[str, int] = {}
@@ -105,11 +108,27 @@ class _Made:
                 unbound[target_name(node)] += 1
                 continue
             spec, params = found
-            chosen = choices(spec, params, self.target.limits, TOKENS)
-            names = [[tokens, self._compile(Kernel.of(spec, params, config), compiler)] for tokens, config in chosen]
+            names = [[c.upto, self._kernel(spec, params, c, compiler)] for c in self._choices(spec, params)]
             kernels[node.name] = {"op": target_name(node), "kernel": spec.name, "choices": names}
             self.bound[program] = self.bound.get(program, 0) + 1
         return {"kernels": kernels, "left": left}
+
+    def _choices(self, spec: AnySpec, params: Any) -> tuple[Chosen, ...]:
+        if self.tuned is not None:
+            return self.tuned.choices(spec, params, TOKENS)
+        return tuple(Chosen(upto, config) for upto, config in choices(spec, params, self.target.limits, TOKENS))
+
+    def _kernel(self, spec: AnySpec, params: Any, chosen: Chosen, compiler: TritonCompiler) -> str:
+        """The hash of the kernel for a choice, compiled; and where its configuration is from."""
+        name = self._compile(Kernel.of(spec, params, chosen.config), compiler)
+        told = chosen.to_json()
+        if told is not None and told not in self.stored.setdefault(name, []):
+            self.stored[name].append(told)
+        return name
+
+    def tuning(self) -> dict[str, Any]:
+        """Where kernels' configurations were measured, by device and hash of the kernel; empty where none was."""
+        return {"device": self.tuned.device, "kernels": self.stored} if self.tuned is not None and self.stored else {}
 
     def _compile(self, kernel: Kernel, compiler: TritonCompiler) -> str:
         name = compiler.name(kernel)
@@ -128,7 +147,8 @@ class _Made:
             names = ", ".join(f"{name} {count}" for name, count in sorted(unbound.items()))
             rest = f"; without: {names}" if names else ""
             found.append(f"{program}: {bound} of {bound + unbound.total()} dialect calls have a kernel{rest}")
-        return tuple(found)
+        ignored = self.tuned.ignored if self.tuned is not None else ()
+        return (*found, *(f"tuning record not used: {reason}" for reason in ignored))
 
 
 def _computes(node: Node) -> bool:

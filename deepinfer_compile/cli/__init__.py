@@ -19,9 +19,10 @@ from deepinfer_compile.cli.inspect_bundle import inspect
 from deepinfer_compile.cli.render_kernel import render
 from deepinfer_compile.cli.run_bundle import run
 from deepinfer_compile.cli.support_table import support
+from deepinfer_compile.cli.tune_kernels import tune
 from deepinfer_compile.cli.verify_bundle import verify
 
-COMMANDS = (build, run, inspect, verify, diff, explain, dump, replay, bisect, render, export, support, doctor)
+COMMANDS = (build, run, inspect, verify, diff, explain, dump, replay, bisect, render, tune, export, support, doctor)
 
 app = typer.Typer(
     name="deepinfer-compile",

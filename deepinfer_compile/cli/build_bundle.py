@@ -32,6 +32,7 @@ def build(
     isa: Annotated[str | None, typer.Option(help="x86-64-v3 or x86-64-v4 (cpu); default: this machine's.")] = None,
     weights: Annotated[str, typer.Option(help="copy into the bundle, link to MODEL_DIR, or none.")] = "copy",
     waive: Annotated[list[str] | None, WAIVE_OPTION] = None,
+    tuned: Annotated[Path | None, typer.Option(metavar="DIR", help="Configurations that `tune --store` found.")] = None,
     dump: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write every stage, its diff and remarks; reproducers too.")
     ] = None,
@@ -48,7 +49,7 @@ def build(
     from deepinfer_compile.cli.facts import describe_bundle
 
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "native": not graph_only, "isa": isa}
-    options |= {"weights": weights, "waive": waived(waive)}
+    options |= {"weights": weights, "waive": waived(waive), "tuned": tuned}
     observers = watchers(dump, print_after, to_stderr=as_json)
     with Stages(live=print_after is None) as stages:
         files = deepinfer_compile.build(model, out, target or "cpu", observers=observers, progress=stages, **options)

@@ -10,11 +10,12 @@ from jinja2 import TemplateNotFound
 
 from deepinfer_compile import render
 from deepinfer_compile.bundle import LEDGER, BundleFiles, torch_dtype
-from deepinfer_compile.errors import CompileError
+from deepinfer_compile.bundle.manifest import MANIFEST
+from deepinfer_compile.errors import BundleCorrupt, CompileError
 from deepinfer_compile.kernels import specs
 from deepinfer_compile.runtime.batch import PAGE_SIZE, CacheGroup
 from deepinfer_compile.runtime.pages import demand, pages_for
-from deepinfer_compile.runtime.stored import Stored, read_programs
+from deepinfer_compile.runtime.stored import Malformed, Stored, items, number, read_programs, record, table, text, whole
 from deepinfer_compile.targets import get_target
 
 CONTEXT = 4096
@@ -102,16 +103,45 @@ def _kernels(files: BundleFiles, programs: dict[str, Any]) -> list[dict[str, Any
         if not variant.get("kernels"):
             continue
         records = {name: files.json(path) for name, path in variant["kernels"].items()}
+        tuning = _tuning(files, target)
         for program, data in programs.items():
             for block, digest in data["blocks"].items():
                 place = {"target": target, "program": program, "block": block}
                 found = files.json(variant["blocks"][digest])["programs"][program]
                 for node, entry in found["kernels"].items():
-                    used = [_kernel(tokens, name, records[name], program) for tokens, name in entry["choices"]]
+                    used = [
+                        {**_kernel(tokens, name, records[name], program), "tuned": _tuned(tuning, name, tokens)}
+                        for tokens, name in entry["choices"]
+                    ]
                     rows.append({**place, "node": node, "op": entry["op"], "kernel": entry["kernel"], "choices": used})
                 for node, entry in found["left"].items():
                     rows.append({**place, "node": node, "op": entry["op"], "left": entry["reason"]})
     return rows
+
+
+def _number(value: Any, where: str) -> None:
+    if value is not None:
+        number(value, where)
+
+
+_CHOICE = record({"upto": _number, "tokens": whole(1), "us": number, "default_us": _number})
+_TUNING = record({"device": text, "kernels": table(items(_CHOICE))})
+
+
+def _tuning(files: BundleFiles, target: str) -> dict[str, Any]:
+    """What the manifest says of measured configurations of a target. Raises BundleCorrupt."""
+    found: dict[str, Any] = files.manifest.tuning.get(target, {"device": "", "kernels": {}})
+    try:
+        _TUNING(found, f"tuning.{target}")
+    except Malformed as error:
+        raise BundleCorrupt(file=MANIFEST, reason=str(error)) from None
+    return found
+
+
+def _tuned(tuning: dict[str, Any], name: str, upto: int | None) -> dict[str, Any] | None:
+    """Where the configuration of a choice was measured, None for a default."""
+    told = next((t for t in tuning["kernels"].get(name, ()) if t["upto"] == upto), None)
+    return {**told, "device": tuning["device"]} if told is not None else None
 
 
 def _kernel(tokens: int | None, name: str, record: dict[str, Any], program: str) -> dict[str, Any]:

@@ -112,7 +112,16 @@ def _choice(choice: dict[str, Any]) -> str:
         "/".join(str(n[key]) for n in choice["launches"]) for key in ("registers", "shared_bytes", "stack_bytes")
     )
     spills = f", {stack} bytes of stack" if stack.strip("0/") else ""
-    return f"{upto}: {config}; {registers} registers, {shared} bytes shared{spills}{_cost(choice['work'])}"
+    cost = f"{_cost(choice['work'])}; {_origin(choice['tuned'])}"
+    return f"{upto}: {config}; {registers} registers, {shared} bytes shared{spills}{cost}"
+
+
+def _origin(tuned: dict[str, Any] | None) -> str:
+    """Where a configuration is from, in words."""
+    if tuned is None:
+        return "default"
+    usual = f", default {tuned['default_us']:.1f} us" if tuned["default_us"] else ""
+    return f"tuned, {tuned['us']:.1f} us at {plural(tuned['tokens'], 'token')}{usual}, {tuned['device']}"
 
 
 def _cost(work: dict[str, Any] | None) -> str:

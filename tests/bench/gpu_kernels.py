@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,8 +11,9 @@ import torch
 from torch.nn.functional import silu
 
 from deepinfer_compile import ops
-from deepinfer_compile.kernel_ops import jit_launches
+from deepinfer_compile.kernel_ops import jit_call
 from deepinfer_compile.kernels import AnySpec, Call, Case, specs
+from deepinfer_compile.sweep_machine import GraphTimer
 from deepinfer_compile.targets import device_limits
 from tests.bench.gpu_rows import Rows
 
@@ -26,37 +26,15 @@ TOKENS = (1, 16, 64, 128, 512, 4096)
 
 def graphed(run: Callable[[], Any], repeat: int = 1) -> float:
     """Median microseconds of one run in a replayed CUDA graph of `repeat` runs; the cache of the chip is flushed."""
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeat):
-            run()
-    flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
-    times = []
-    for _ in range(15):
-        flush.zero_()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / repeat)
-    return statistics.median(times)
+    return GraphTimer().repeated(run, repeat).us
 
 
 def measure(spec: AnySpec, params: Any, config: Any, given: dict[str, Any]) -> dict[str, float]:
     """Microseconds of each launch, and of all."""
     tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
-    launches = jit_launches(spec, params, config, tensors)
-
-    def everything() -> None:
-        for _, run in launches:
-            run()
-
-    found = {name: graphed(run) for name, run in launches}
-    return {**found, "all": graphed(everything)}
+    call = jit_call(spec, params, config, tensors)
+    found = {name: graphed(run) for name, run in call.launches}
+    return {**found, "all": graphed(call)}
 
 
 def latent_case(heads: int, lengths: tuple[int, ...]) -> tuple[AnySpec, Any, dict[str, Any]]:

@@ -21,7 +21,7 @@ LIMITS = Limits(("float32", "bfloat16"), "cuda", shared_bytes=227 * 1024, cores=
 @pytest.fixture(autouse=True)
 def interpreted_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources as the interpreter takes them, in operators of this test alone."""
-    monkeypatch.setattr(kernel_ops, "_load", lambda text: load(text, tmp_path))
+    monkeypatch.setattr(kernel_ops, "load_source", lambda text: load(text, tmp_path))
     monkeypatch.setattr(torch.library, "wrap_triton", lambda kernel: kernel)  # older versions refuse interpreted ones
 
 
