@@ -17,7 +17,7 @@ from torch import SymInt, Tensor
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from deepinfer_compile.graph import is_op, target_name, value
+from deepinfer_compile.graph import argument, is_op, target_name, value
 from deepinfer_compile.match import CASTS
 from deepinfer_compile.ops.activation import KINDS, gate_value
 
@@ -28,6 +28,10 @@ SHAPE_ONLY = (
     *(A.new_zeros.default, A.new_ones.default, A.new_full.default, A.new_empty.default),
 )
 """Calls that read the shape and dtype of their operand, not its values."""
+COPIES = (A._to_copy.default, A.clone.default, A.alias.default)
+PARTS = (A.slice.Tensor, A.split.Tensor, A.split_with_sizes.default)
+ROWS = 64
+"""Rows to try what acts on each row alone with."""
 LIMIT_ELEMENTS = 1 << 26
 """Of one value on the CPU."""
 LIMIT_ON_DEVICE = 1 << 31
@@ -223,7 +227,8 @@ def find_gate(sources: Sequence[Node], result: Node) -> Gate:
     alphas = sorted({*numbers(result, sources, (A.mul.Tensor,)), DEFAULT_ALPHA})
     probe = Concrete(3)
     reach = 1.6 * max(limits)
-    drawn = [_probe(probe.shape(s), value(s).dtype, reach, seed) for seed, s in enumerate(sources)]
+    rows = ROWS if _keeps_rows(sources, result) else None
+    drawn = [_probe(_fewer(probe.shape(s), rows), value(s).dtype, reach, seed) for seed, s in enumerate(sources)]
     probe.given.update(zip(sources, drawn))
     wanted = probe.value(result)
     if not wanted.numel():
@@ -241,6 +246,27 @@ def find_gate(sources: Sequence[Node], result: Node) -> Gate:
     if best is None or best[0] > tolerance:
         raise NearMiss(f"the activation before {result.name} is none of {KINDS}")
     return best[1]
+
+
+def _keeps_rows(sources: Sequence[Node], result: Node) -> bool:
+    """Whether every call between acts on each row [..., :] alone and in the same way, so that a few rows show all."""
+    for node in ancestors(result, sources):
+        if node in sources:
+            continue
+        if is_op(node, operator.getitem, *COPIES):
+            continue
+        if is_op(node, *PARTS):
+            rank = value(operand(node)).dim()
+            if int(argument(node, "dim")) % rank != rank - 1:  # type: ignore[call-overload]
+                return False
+        elif torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+            return False
+    held = [value(n) for n in (*sources, result)]
+    return len({str(tuple(t.shape[:-1])) for t in held}) == 1
+
+
+def _fewer(shape: tuple[int, ...], rows: int | None) -> tuple[int, ...]:
+    return shape if rows is None else (*(min(n, rows) for n in shape[:-1]), shape[-1])
 
 
 def _probe(shape: tuple[int, ...], dtype: torch.dtype, reach: float, seed: int) -> Tensor:

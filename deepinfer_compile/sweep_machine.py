@@ -26,7 +26,7 @@ from deepinfer_compile.sweep_pool import CompilePool
 from deepinfer_compile.sweep_worker import reason_of
 from deepinfer_compile.tuned import INTERPRETER
 
-SPILLED = 64
+SPILLED = 512
 """Words of 4 bytes that a thread may keep in memory for want of registers."""
 INTERPRETED_BYTES = 64 << 20
 """Of operands of a call that the interpreter is given at most."""

@@ -72,7 +72,7 @@ def test_binaries_are_loaded_and_memory_is_there(gpu: Gpu, monkeypatch: pytest.M
 
 def test_what_spills_or_does_not_fit_is_unfit(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver(72, words=SPILLED + 1))
-    with pytest.raises(Unfit, match="linear spills 65 words a thread, more than 64"):
+    with pytest.raises(Unfit, match="linear spills 513 words a thread, more than 512"):
         gpu.prepare(LINEAR, PARAMS, CONFIG, operands())
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver(73, shared=100))
     with pytest.raises(Unfit, match=r"OutOfResources: .*shared memory"):
