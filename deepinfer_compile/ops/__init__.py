@@ -8,6 +8,7 @@ from deepinfer_compile.ops.norm import ADD_RMS_NORM, RMS_NORM
 from deepinfer_compile.ops.project import LINEAR, OUTPUT_PROJECTION
 from deepinfer_compile.ops.registry import NAMESPACE, OPS, Op, Work, find
 from deepinfer_compile.ops.rope import COMPLEX_ROPE_TABLE, ROPE
+from deepinfer_compile.ops.sample import SAMPLE
 
 __all__ = [
     "ADD_RMS_NORM",
@@ -26,6 +27,7 @@ __all__ = [
     "RMS_NORM",
     "ROPE",
     "ROUTE",
+    "SAMPLE",
     "Op",
     "Work",
     "find",
