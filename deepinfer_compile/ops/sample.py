@@ -14,6 +14,15 @@ from torch import Tensor
 
 from deepinfer_compile.ops.registry import Work, define, size_bytes, wide
 
+NUMBERS = {
+    "temperature": torch.float32,
+    "min_p": torch.float32,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "noise": torch.float64,
+}
+"""Operands beside the logits, one number a row, in the order of the schema."""
+
 
 def _nucleus(ranked: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
     """The smallest logit kept per row, [N, 1]: the first, from the top, at which the running share reaches top_p."""

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from deepinfer_compile import ops
 from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, alignment, pointer, type_name
 from deepinfer_compile.ops.registry import Work
+from deepinfer_compile.ops.sample import NUMBERS
 from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -29,14 +30,6 @@ BLOCKS = (128, 1024, 2048, 4096, 8192)
 HELD = (256, 1024, 2048)
 WARPS = (1, 2, 4, 8, 16)
 COLUMNS_A_WARP = 256
-ROWWISE = {
-    "temperature": torch.float32,
-    "min_p": torch.float32,
-    "top_k": torch.int32,
-    "top_p": torch.float32,
-    "noise": torch.float64,
-}
-"""Operands of one number a row."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +60,7 @@ def bind(call: Call) -> Params | Refused:
     logits = given["logits"]
     if logits.dtype not in DTYPES:
         return Refused(f"logits of {logits.dtype} have no kernel")
-    for name, dtype in ROWWISE.items():
+    for name, dtype in NUMBERS.items():
         if given[name].dtype != dtype:
             return Refused(f"{name!r} of {given[name].dtype} instead of {dtype}")
         if given[name].dim() != 1 or not statically_known_true(given[name].stride(0) == 1):
@@ -104,9 +97,9 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     rows: Expr = ("size", "logits", -2)
     blocks = -(-params.vocab // config.block)
     operands = [Operand("logits", type_name(params.dtype), (None, params.vocab))]
-    operands += [Operand(name, type_name(dtype), (None,)) for name, dtype in ROWWISE.items()]
+    operands += [Operand(name, type_name(dtype), (None,)) for name, dtype in NUMBERS.items()]
     logits = pointer("logits", params.dtype, params.align)
-    numbers = [pointer(name, dtype, 1) for name, dtype in ROWWISE.items()]
+    numbers = [pointer(name, dtype, 1) for name, dtype in NUMBERS.items()]
     found = [pointer("tops", torch.float32), pointer("sums", torch.float32)]
     step = Argument("logits_row", "i64", ("stride", "logits", -2), params.align)
     chosen = [*found, pointer("held", torch.float32), pointer("ids", torch.int64), step]
@@ -152,9 +145,9 @@ def inputs(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
     if params.vocab > 2:
         logits[2::5, ::3] = -math.inf
     kinds = [KINDS[i % len(KINDS)] for i in range(rows)]
-    numbers = [torch.tensor(column, dtype=dtype) for column, dtype in zip(zip(*kinds), list(ROWWISE.values())[:4])]
+    numbers = [torch.tensor(column, dtype=dtype) for column, dtype in zip(zip(*kinds), list(NUMBERS.values())[:4])]
     noise = torch.rand(rows, generator=generator, dtype=torch.float64)
-    return {"logits": logits, **dict(zip(ROWWISE, [*numbers, noise]))}
+    return {"logits": logits, **dict(zip(NUMBERS, [*numbers, noise]))}
 
 
 def _case(name: str, rows: int, length: int, **changes: Any) -> Case[Params]:

@@ -79,7 +79,8 @@ def test_a_record_says_all_that_a_launcher_needs(bundle: Path) -> None:
         for entry in program["kernels"].values()
         for _, name in entry["choices"]
     }
-    assert used == set(variant["kernels"])
+    assert files.json(variant["kernels"][variant["sampler"]])["op"] == "sample"
+    assert used | {variant["sampler"]} == set(variant["kernels"])
     for name, path in variant["kernels"].items():
         assert path == f"kernels/nvidia-sm90/{name}/kernel.json"
         record = files.json(path)
@@ -148,6 +149,7 @@ def test_inspect_shows_kernels_and_what_is_left(bundle: Path) -> None:
         "nvidia-sm90: native, 3 blocks, needs device cuda, capability [9, 0]",
         "Kernels of nvidia-sm90",
         "decode: layer0 cached_attention_default: paged_attention",
+        "decode: logits sample: sample",
         "prefill, decode, verify: layer0 add_rms_norm_default: rms_norm",
         "  more tokens: block_m=16 block_n=64 pieces=1 num_warps=4 num_stages=2; ",
         "no kernel template computes it",

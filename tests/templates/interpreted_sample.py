@@ -1,4 +1,4 @@
-"""sample in Triton's interpreter: any parameters, rows of every odd kind, and that a row's neighbours change nothing."""
+"""sample in Triton's interpreter: any parameters, odd rows, and that the neighbours of a row change nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests import sampled
 from tests.triton_interpreter import run
 
 SPEC = next(s for s in specs() if s.op is ops.SAMPLE)
-FEW = SPEC.config(128, 256, 1)
+FEW = SPEC.config(256, 64, 1)
 """Blocks and register tiles so small that every search has to pass over the row."""
 WIDE = SPEC.config(1024, 2048, 4)
 LAST = 1 - 2.0**-53
@@ -33,24 +33,25 @@ def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [0.05, 1.0, 6.0])
-def test_any_parameters(scale: float, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scale", "dtype", "config"),
+    [(0.05, torch.float32, FEW), (1.0, torch.bfloat16, FEW), (6.0, torch.float32, FEW), (6.0, torch.bfloat16, WIDE)],
+)
+def test_any_parameters(scale: float, dtype: torch.dtype, config: Any, tmp_path: Path) -> None:
     """Equal tokens wherever rounding does not decide."""
     kinds: Kinds = []
-    for temperature in (0.0, 1e-5, 0.5, 3.0):
+    for temperature in (0.0, 0.5, 3.0):
         kinds += [(temperature, 0.0, 0, 1.0), (temperature, 0.3, 0, 1.0), (temperature, 1.0, 0, 1.0)]
-        kinds += [(temperature, 0.0, k, 1.0) for k in (1, 3, 300, 1999, 2000, -1)]
+        kinds += [(temperature, 0.0, k, 1.0) for k in (1, 3, 300, 999, 1000, -1)]
         kinds += [(temperature, 0.0, 0, p) for p in (1e-6, 0.3, 0.9, 0.999)]
         kinds += [(temperature, 0.05, 20, 0.7), (temperature, 1e-4, 700, 0.95)]
-    logits = (randn(len(kinds), 2000) * scale).to(dtype)
+    logits = (randn(len(kinds), 1000) * scale).to(dtype)
     noise = torch.rand(len(kinds), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     given = sampled.rows(logits, kinds, noise)
     wanted, certain = sampled.certain(given)
-    made = call(given, tmp_path)
+    made = call(given, tmp_path, config)
     assert float(certain.float().mean()) > 0.8
     assert torch.equal(made[certain], wanted[certain])
-    assert torch.equal(call(given, tmp_path, WIDE)[certain], wanted[certain])
 
 
 ROWS = {
@@ -71,9 +72,17 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 def test_odd_rows(name: str, tmp_path: Path) -> None:
     line = ROWS[name]
-    cuts = [(0.0, 0, 1.0), (0.0, 1, 1.0), (0.0, 9, 1.0), (0.0, 400, 1.0), (0.0, 0, 0.37), (0.4, 0, 1.0), (0.01, 50, 0.6)]
-    kinds = [(temperature, *cut) for temperature in (0.0, 1.0) for cut in cuts for _ in range(3)]
-    noise = torch.tensor([0.0, 0.37123, LAST] * (len(kinds) // 3), dtype=torch.float64)
+    cuts = [
+        (0.0, 0, 1.0),
+        (0.0, 1, 1.0),
+        (0.0, 9, 1.0),
+        (0.0, 400, 1.0),
+        (0.0, 0, 0.37),
+        (0.4, 0, 1.0),
+        (0.01, 50, 0.6),
+    ]
+    kinds = [(0.0, 0.0, 0, 1.0), *((1.0, *cut) for cut in cuts)] * 2
+    noise = torch.tensor([0.37123] * 8 + [LAST, 0.0] * 4, dtype=torch.float64)
     given = sampled.rows(line.expand(len(kinds), -1).contiguous(), kinds, noise)
     wanted, certain = sampled.certain(given)
     made = call(given, tmp_path)
@@ -95,19 +104,18 @@ def test_rows_without_a_finite_maximum_are_marked(tmp_path: Path) -> None:
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely(tmp_path: Path) -> None:
-    count = 4000
+    """Numbers spread evenly meet every token in proportion, give or take one at each end of its share."""
+    count = 50
     line = randn(12)
-    noise = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    noise = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     given = sampled.rows(line.expand(count, -1).contiguous(), [(0.8, 0.0, 7, 0.9)] * count, noise)
     made = torch.bincount(call(given, tmp_path), minlength=12)
     weights = (line.double() / 0.8).softmax(-1)
     ranked = weights.sort(descending=True).values[:7]
     kept = int((ranked.cumsum(-1) < 0.9 * ranked.sum()).sum()) + 1
     wanted = torch.where(weights >= ranked[kept - 1], weights, 0)
-    wanted = count * wanted / wanted.sum()
     assert (made[wanted == 0] == 0).all()
-    likely = wanted > 0
-    assert float(((made - wanted)[likely] ** 2 / wanted[likely]).sum()) < 30
+    assert ((made - count * wanted / wanted.sum()).abs() <= 1).all()
 
 
 def test_a_row_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
