@@ -20,7 +20,9 @@ from deepinfer_compile.cli import app
 from deepinfer_compile.errors import BundleCorrupt, MissingExtra, TargetUnavailable, WrongTarget
 from deepinfer_compile.graphjson import from_json, to_json
 from deepinfer_compile.kernels import call_of, render_stamp
+from deepinfer_compile.runtime import cubins, loading
 from deepinfer_compile.runtime.launch import check_operands, plan_from_json
+from deepinfer_compile.runtime.stored import read_programs
 from deepinfer_compile.targets import TARGETS, nvidia, triton_compiler
 from deepinfer_compile.targets.nvidia import SM90
 from tests import models
@@ -179,8 +181,30 @@ def test_bnd_3_without_a_gpu_the_variant_is_refused_and_graphs_still_run(llama: 
         assert "offers no cuda device that torch can use" in text
         assert "native=False" in text
     given = prompts(lengths=(5,))
-    llm = dc.load(bundle, native=False)
+    llm: Any = dc.load(bundle, native=False)
+    assert llm.engine._executor.draw is None
     assert bundle_tokens(llm, given, 4) == [eager_tokens(llama, given[0], 4)]
+
+
+def test_tokens_are_chosen_by_the_kernel_that_does_so_or_on_the_host(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cubins, "Cubin", lambda files, path, device: path)
+    files = read_bundle(bundle)
+    variant = files.manifest.variants["nvidia-sm90"]
+
+    def draw(**changes: Any) -> Any:
+        return loading._Runners(files, read_programs(files), {**variant, **changes}, torch.device("cpu")).draw()
+
+    assert draw().kernel == variant["kernels"][variant["sampler"]]
+    older = {key: held for key, held in variant.items() if key != "sampler"}
+    assert loading._Runners(files, read_programs(files), older, torch.device("cpu")).draw() is None
+    assert draw(sampler="") is None
+    other = next(name for name in variant["kernels"] if name != variant["sampler"])
+    with pytest.raises(BundleCorrupt, match="to choose tokens, and it does something else"):
+        draw(sampler=other)
+    with pytest.raises(BundleCorrupt, match="names the kernel 'lost'"):
+        draw(sampler="lost")
 
 
 def a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
