@@ -32,26 +32,34 @@ def _nucleus(ranked: Tensor, weights: Tensor, top_p: Tensor) -> Tensor:
     return torch.where(top_p[:, None] < 1, ranked.gather(1, at), -math.inf)
 
 
-def _first_above(running: Tensor, target: Tensor) -> Tensor:
-    """First column whose running sum exceeds the target; the last that adds anything where rounding leaves none."""
-    last = (running < running[:, -1:]).sum(-1, keepdim=True)
-    return torch.searchsorted(running, target, right=True).minimum(last)
-
-
-def _sample(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
+def running_weights(
+    logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """f64[N, V], the weights of what is kept added up in order of id; and i64[N, 1], the most likely token."""
     ranked, order = torch.sort(wide(logits), dim=-1, descending=True, stable=True)
-    top, size = ranked[:, :1], logits.shape[1]
+    size = logits.shape[1]
     heat = torch.where(temperature > 0, temperature, 1).to(ranked.dtype)[:, None]
-    weights = torch.exp((ranked - top) / heat)
+    weights = torch.exp((ranked - ranked[:, :1]) / heat)
     weights = torch.where(weights < min_p[:, None], 0, weights)
     some = (top_k > 0) & (top_k < size)
     kth = ranked.gather(1, torch.where(some, top_k, size).long()[:, None] - 1)
     weights = torch.where(ranked < kth, 0, weights)
     weights = torch.where(ranked < _nucleus(ranked, weights, top_p), 0, weights)
-    running = torch.zeros_like(weights).scatter(1, order, weights).cumsum(-1, dtype=torch.float64)
-    drawn = _first_above(running, noise.double()[:, None] * running[:, -1:])
-    token = torch.where(temperature[:, None] > 0, drawn, order[:, :1])
-    return torch.where(torch.isfinite(top), token, -1)[:, 0]
+    by_id = torch.zeros_like(weights).scatter(1, order, weights)
+    return by_id.cumsum(-1, dtype=torch.float64), order[:, :1]
+
+
+def first_above(running: Tensor, noise: Tensor) -> Tensor:
+    """i64[N, 1]: the first column whose sum exceeds the share `noise` of the whole; the last that adds anything where
+    rounding leaves none."""
+    last = (running < running[:, -1:]).sum(-1, keepdim=True)
+    return torch.searchsorted(running, noise.double()[:, None] * running[:, -1:], right=True).minimum(last)
+
+
+def _sample(logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
+    running, likely = running_weights(logits, temperature, min_p, top_k, top_p)
+    token = torch.where(temperature[:, None] > 0, first_above(running, noise), likely)
+    return torch.where(torch.isfinite(logits.gather(1, likely)), token, -1)[:, 0]
 
 
 SAMPLE = define(

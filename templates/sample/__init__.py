@@ -15,12 +15,13 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from deepinfer_compile import ops
 from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, alignment, pointer, type_name
 from deepinfer_compile.ops.registry import Work
-from deepinfer_compile.ops.sample import NUMBERS
+from deepinfer_compile.ops.sample import NUMBERS, first_above, running_weights
 from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -147,7 +148,15 @@ def inputs(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
     kinds = [KINDS[i % len(KINDS)] for i in range(rows)]
     numbers = [torch.tensor(column, dtype=dtype) for column, dtype in zip(zip(*kinds), list(NUMBERS.values())[:4])]
     noise = torch.rand(rows, generator=generator, dtype=torch.float64)
-    return {"logits": logits, **dict(zip(NUMBERS, [*numbers, noise]))}
+    return {"logits": logits, **dict(zip(NUMBERS, [*numbers, _centred(noise, logits, numbers)]))}
+
+
+def _centred(noise: Tensor, logits: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+    """Noise in the middle of the share of the token that it draws, so that rounding does not decide."""
+    running, _ = running_weights(logits.double(), *(n.double() if n.is_floating_point() else n for n in numbers))
+    drawn = first_above(running, noise)
+    before = torch.where(drawn > 0, running.gather(1, (drawn - 1).clamp(min=0)), 0)
+    return ((running.gather(1, drawn) + before) / 2 / running[:, -1:])[:, 0]
 
 
 def _case(name: str, rows: int, length: int, **changes: Any) -> Case[Params]:

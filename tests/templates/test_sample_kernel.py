@@ -58,6 +58,6 @@ def test_rounding_decides_no_row_of_the_cases(case: Case[Any], monkeypatch: pyte
 
 
 def test_a_build_says_why_tokens_are_chosen_on_the_host() -> None:
-    made = _Made(SM90, lambda text: None)
+    made = _Made(SM90, lambda text: None, None)
     assert made.sampler(torch.empty(3, 9, dtype=torch.float16), None) == ""  # type: ignore[arg-type]
     assert made.notes() == ("tokens are chosen on the host: sample: logits of torch.float16 have no kernel",)
