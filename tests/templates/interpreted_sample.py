@@ -63,6 +63,7 @@ ROWS = {
     "two values": (torch.arange(700) % 3 == 1).float(),
     "both zeros": torch.where(torch.arange(700) % 2 == 0, -0.0, 0.0),
     "neighbouring floats": torch.nextafter(torch.ones(700), torch.tensor(2.0)).where(torch.arange(700) % 5 == 0, 1.0),
+    "consecutive floats": (torch.arange(700, dtype=torch.int32) + 0x3F800000).view(torch.float32).flip(0),
     "all magnitudes": torch.logspace(-44, 38, 700) * (1 - 2 * (torch.arange(700) % 2)),
     "rising": torch.arange(700) / 64,
     "steep": torch.arange(700) * -10.0,
