@@ -41,7 +41,7 @@ from deepinfer_compile.pipeline import Observer, Pipeline, Record
 from deepinfer_compile.presets import default
 from deepinfer_compile.program import Program
 from deepinfer_compile.programjson import program_to_json
-from deepinfer_compile.replay import vocabulary
+from deepinfer_compile.replay import result, vocabulary
 from deepinfer_compile.report import write_report
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.interpret import known_namespace
@@ -192,7 +192,8 @@ def _variant(
             if name not in callers.setdefault(digest, ()):
                 callers[digest] += (name,)
     tuned = str(options.tuned) if options.tuned is not None else None
-    made = target.build(Job(lowered, callers, options.isa, tuned), progress)
+    logits = result(next(iter(compiled.programs.values())))
+    made = target.build(Job(lowered, callers, options.isa, tuned, logits), progress)
     if tuned is not None and not made.tuning:
         note = f"no configuration is from {Path(tuned).name}: it has none that this build of {made.target} can use"
         made = replace(made, notes=(*made.notes, note))
@@ -292,7 +293,7 @@ def _manifest(compiled: Compiled, options: BuildSettings, variants: Sequence[Var
 def _variant_record(v: Variant) -> dict[str, Any]:
     seconds = {k: round(s, 3) for k, s in v.seconds.items()}
     return {
-        "native": v.native, "requires": v.requires, "blocks": v.blocks, "kernels": v.kernels,
+        "native": v.native, "requires": v.requires, "blocks": v.blocks, "kernels": v.kernels, "sampler": v.sampler,
         "libraries": list(v.libraries), "seconds": seconds, "notes": list(v.notes),
     }  # fmt: skip
 

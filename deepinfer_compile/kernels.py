@@ -38,6 +38,7 @@ C = TypeVar("C")
 
 TRITON_POINTERS = {
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.bfloat16: "*bf16",
     torch.bool: "*i1",
     torch.int32: "*i32",

@@ -247,7 +247,13 @@ def _slots(table: Tensor, start: int, stop: int) -> Tensor:
     return table[at // PAGE_SIZE].long() * PAGE_SIZE + at % PAGE_SIZE
 
 
+def result(program: Program) -> Tensor:
+    """The logits that a program gives, without data."""
+    out = next(n for n in reversed(program.skeleton.graph.nodes) if n.op == "output").args[0]
+    found: Tensor = value(out)  # type: ignore[arg-type]
+    return found
+
+
 def vocabulary(program: Program) -> int:
     """Width of the logits."""
-    out = next(n for n in reversed(program.skeleton.graph.nodes) if n.op == "output").args[0]
-    return int(value(out).shape[-1])  # type: ignore[arg-type]
+    return int(result(program).shape[-1])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from deepinfer_compile.kernels import Limits
@@ -19,8 +20,9 @@ class Variant:
 
     requires: what the running machine must offer (compared by the loader); `device` is the torch device type, cpu if it
     is not named. blocks: block hash -> file in the bundle. kernels: kernel hash -> its record in the bundle, where
-    block files name kernels. libraries: shared libraries to load first. files: bundle path -> file on this machine.
-    seconds: compile times. tuning: device -> kernel hash -> the choices that were taken from a store of measurements.
+    block files name kernels. sampler: the kernel of these that chooses tokens from logits. libraries: shared libraries
+    to load first. files: bundle path -> file on this machine. seconds: compile times. tuning: device -> kernel hash ->
+    the choices that were taken from a store of measurements.
     """
 
     target: str
@@ -28,6 +30,7 @@ class Variant:
     requires: dict[str, Any] = field(default_factory=dict)
     blocks: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)
+    sampler: str = ""
     libraries: tuple[str, ...] = ()
     files: dict[str, Path] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -38,12 +41,14 @@ class Variant:
 @dataclass(frozen=True)
 class Job:
     """What to build: lowered blocks by hash, and by the same hash the programs that call each. isa: as in `prepare`.
-    tuned: folder of a store whose configurations come before the defaults."""
+    tuned: folder of a store whose configurations come before the defaults. logits: what the programs give, [N, vocab],
+    without data."""
 
     blocks: dict[str, GraphModule]
     programs: dict[str, tuple[str, ...]]
     isa: str | None = None
     tuned: str | None = None
+    logits: Tensor | None = None
 
 
 class Target(Protocol):

@@ -18,13 +18,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from deepinfer_compile.artifacts import cached
 from deepinfer_compile.graph import target_name
 from deepinfer_compile.graphjson import to_json
-from deepinfer_compile.kernels import AnySpec, Limits, Refused, call_of, choices, select
+from deepinfer_compile.kernels import AnySpec, Call, Limits, Refused, call_of, choices, select
+from deepinfer_compile.ops import SAMPLE
+from deepinfer_compile.ops.sample import NUMBERS
 from deepinfer_compile.passbase import Pass
 from deepinfer_compile.targets.base import Job, Variant
 from deepinfer_compile.targets.triton_compiler import DIALECT, Kernel, TritonCompiler, missing_tools
@@ -65,6 +68,7 @@ class NvidiaTarget:
                 programs = {name: made.assign(gm, name, compiler) for name in job.programs[digest]}
                 blocks[digest] = f"kernels/{self.name}/{digest[:16]}/{BLOCK}"
                 files[blocks[digest]] = _block_file({"graph": to_json(gm), "programs": programs})
+            sampler = made.sampler(job.logits, compiler) if job.logits is not None else ""
         for name, folder in made.folders.items():
             files |= {f"kernels/{self.name}/{name}/{f.name}": f for f in sorted(folder.iterdir())}
         return Variant(
@@ -73,6 +77,7 @@ class NvidiaTarget:
             {"device": self.limits.device, "capability": list(self.capability)},
             blocks,
             kernels={name: f"kernels/{self.name}/{name}/kernel.json" for name in made.folders},
+            sampler=sampler,
             files=files,
             seconds=made.seconds,
             notes=made.notes(),
@@ -90,6 +95,7 @@ class _Made:
         self.seconds: dict[str, float] = {}
         self.bound: dict[str, int] = {}
         self.unbound: dict[str, Counter[str]] = {}
+        self.host_draws = ""
 
     def assign(self, gm: GraphModule, program: str, compiler: TritonCompiler) -> dict[str, Any]:
         """Kernels of a block's nodes in one program, and the nodes that are left."""
@@ -130,6 +136,16 @@ class _Made:
         """Where kernels' configurations were measured, by device and hash of the kernel; empty where none was."""
         return {"device": self.tuned.device, "kernels": self.stored} if self.tuned is not None and self.stored else {}
 
+    def sampler(self, logits: Tensor, compiler: TritonCompiler) -> str:
+        """The kernel that chooses tokens from the programs' logits, one for any number of rows; empty for none."""
+        numbers = {name: logits.new_empty(logits.shape[0], dtype=dtype) for name, dtype in NUMBERS.items()}
+        found = select(Call(SAMPLE, {"logits": logits, **numbers}, "decode"), DIALECT)
+        if isinstance(found, Refused):
+            self.host_draws = found.reason
+            return ""
+        spec, params = found
+        return self._kernel(spec, params, self._choices(spec, params)[-1], compiler)
+
     def _compile(self, kernel: Kernel, compiler: TritonCompiler) -> str:
         name = compiler.name(kernel)
         if name not in self.folders:
@@ -140,13 +156,18 @@ class _Made:
         return name
 
     def notes(self) -> tuple[str, ...]:
-        """One line a program: operations of the dialect with a kernel, and those without."""
+        """One line a program: operations of the dialect with a kernel, and those without.
+
+        And why tokens are chosen on the host, if they are.
+        """
         found = []
         for program, unbound in self.unbound.items():
             bound = self.bound.get(program, 0)
             names = ", ".join(f"{name} {count}" for name, count in sorted(unbound.items()))
             rest = f"; without: {names}" if names else ""
             found.append(f"{program}: {bound} of {bound + unbound.total()} dialect calls have a kernel{rest}")
+        if self.host_draws:
+            found.append(f"tokens are chosen on the host: {self.host_draws}")
         ignored = self.tuned.ignored if self.tuned is not None else ()
         return (*found, *(f"tuning record not used: {reason}" for reason in ignored))
 

@@ -92,8 +92,10 @@ class FakeMachine:
             raise Unfit("it spills 999 words a thread")
         plan = spec.plan(params, config)
         tensors = with_buffers(plan, operands)
-        given = dict.fromkeys(a.name for a in spec.op.overload._schema.arguments)
-        given |= {name: getattr(params, name) for name in given if hasattr(params, name)} | dict(operands)
+        schema = spec.op.overload._schema.arguments
+        given = dict.fromkeys(a.name for a in schema)
+        plain = [a.name for a in schema if "Tensor" not in str(a.type)]
+        given |= {name: getattr(params, name) for name in plain if hasattr(params, name)} | dict(operands)
         given |= {"form": "absorbed"} if "form" in given else {}
         return FakeCall(spec, given, tensors, [b.name for b in plan.results], self.fault(config), config, self)
 

@@ -104,6 +104,11 @@ def _kernels(files: BundleFiles, programs: dict[str, Any]) -> list[dict[str, Any
             continue
         records = {name: files.json(path) for name, path in variant["kernels"].items()}
         tuning = _tuning(files, target)
+        if sampler := variant.get("sampler"):
+            place = {"target": target, "program": "decode", "block": "logits", "node": "sample"}
+            made = _kernel(None, sampler, records[sampler], "decode")
+            used = [{**made, "tuned": _tuned(tuning, sampler, None)}]
+            rows.append({**place, "op": "deepinfer.sample", "kernel": "sample", "choices": used})
         for program, data in programs.items():
             for block, digest in data["blocks"].items():
                 place = {"target": target, "program": program, "block": block}

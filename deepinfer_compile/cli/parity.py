@@ -103,7 +103,7 @@ def bundle_logits(executor: BundleExecutor, samples: Sequence[Sample]) -> tuple[
         lengths = [len(samples[i].ids) for i in active]
         inputs = _step_input([done[i] for i in active], ids, lengths, [tables[i] for i in active], len(executor.groups))
         used[executor.choose(sum(counts), len(counts))] = None
-        for i, n, logits in zip(active, counts, executor.step(inputs).split(counts)):
+        for i, n, logits in zip(active, counts, executor.step(inputs).float().cpu().split(counts)):
             out[i].append(logits)
             done[i] += n
     return [torch.cat(part) for part in out], list(used)

@@ -4,10 +4,11 @@ from deepinfer_compile.ops.activation import GATED_ACT
 from deepinfer_compile.ops.attention import ATTENTION, CACHED_ATTENTION, MERGE_ATTENTION
 from deepinfer_compile.ops.latent import CACHED_LATENT_ATTENTION, LATENT_ATTENTION
 from deepinfer_compile.ops.moe import EXPERTS, ROUTE
-from deepinfer_compile.ops.norm import ADD_RMS_NORM, RMS_NORM
+from deepinfer_compile.ops.norm import ADD_RMS_NORM, RMS_NORM, ROWS_RMS_NORM
 from deepinfer_compile.ops.project import LINEAR, OUTPUT_PROJECTION
 from deepinfer_compile.ops.registry import NAMESPACE, OPS, Op, Work, find
 from deepinfer_compile.ops.rope import COMPLEX_ROPE_TABLE, ROPE
+from deepinfer_compile.ops.sample import SAMPLE
 
 __all__ = [
     "ADD_RMS_NORM",
@@ -26,6 +27,8 @@ __all__ = [
     "RMS_NORM",
     "ROPE",
     "ROUTE",
+    "ROWS_RMS_NORM",
+    "SAMPLE",
     "Op",
     "Work",
     "find",

@@ -9,9 +9,12 @@ have their own page pools, called cache groups, because a window layer gives pag
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from deepinfer_compile.runtime.drawing import Draw
 
 PAGE_SIZE = 64
 """Tokens in one cache page."""
@@ -62,8 +65,9 @@ class StepInput:
 
 
 class Executor(Protocol):
-    """Runs the programs of a loaded bundle."""
+    """Runs the programs of a loaded bundle. draw: what chooses tokens where the logits are, if anything does."""
 
+    draw: Draw | None
     groups: tuple[CacheGroup, ...]
     vocab_size: int
     max_model_len: int
@@ -73,5 +77,8 @@ class Executor(Protocol):
         ...
 
     def step(self, inputs: StepInput) -> Tensor:
-        """Run one step; return logits f32[N, vocab]. Writes the new tokens' cache rows."""
+        """Run one step; return logits [N, vocab]. Writes the new tokens' cache rows.
+
+        They are f32 on the host; with `draw`, of the model's type on its device, and good until the next step.
+        """
         ...

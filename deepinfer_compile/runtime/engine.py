@@ -89,7 +89,7 @@ class Engine:
         )
         self.scheduler = Scheduler(pages, max_num_seqs=seats, max_num_batched_tokens=options.max_num_batched_tokens)
         self._executor = executor
-        self._sampler = Sampler(seats)
+        self._sampler = Sampler(seats, executor.draw)
         self._eos = frozenset(int(token) for token in eos_token_ids)
         self._alive: dict[str, Request] = {}
         self._arrived: deque[Request] = deque()

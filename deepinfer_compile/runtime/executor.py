@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deepinfer_compile.errors import BundleCorrupt, WeightMismatch
 from deepinfer_compile.runtime.batch import CacheGroup, StepInput
+from deepinfer_compile.runtime.drawing import Draw
 from deepinfer_compile.runtime.kernel_blocks import StepState
 
 Runner = Callable[[list[Any]], Sequence[Any]]
@@ -135,6 +136,7 @@ class BundleExecutor:
         device: torch.device,
         state: StepState,
         graphs: Callable[[ProgramRunner], DecodeSteps] | None = None,
+        draw: Draw | None = None,
     ) -> None:
         self.programs = dict(programs)
         self.vocab_size = vocab_size
@@ -142,6 +144,7 @@ class BundleExecutor:
         self.crossover = crossover
         self.device, self.state, self.make_graphs = device, state, graphs
         self.graphs: DecodeSteps | None = None
+        self.draw = draw
         self.groups = tuple(self._group(g, window) for g, window in enumerate(windows))
         self.allocated: dict[str, Tensor] = {}
 
@@ -171,7 +174,7 @@ class BundleExecutor:
         return "verify" if tokens <= self.crossover * requests else "prefill"
 
     def step(self, inputs: StepInput) -> Tensor:
-        """Run the program that fits; logits f32[N, vocab]."""
+        """Run the program that fits; logits [N, vocab], see `Executor`."""
         self.state.tokens = inputs.input_ids.shape[0]
         name = self.choose(self.state.tokens, inputs.seq_len.shape[0])
         given = {
@@ -187,7 +190,7 @@ class BundleExecutor:
             given[f"slot_{g}"] = meta.slot
         with torch.no_grad():
             made = self.graphs.run(given) if self.graphs is not None and name == "decode" else None
-            if made is not None:
-                return made.float().cpu()
-            there = {key: held.to(self.device, non_blocking=True) for key, held in given.items()}
-            return self.programs[name].run(there).float().cpu()
+            if made is None:
+                there = {key: held.to(self.device, non_blocking=True) for key, held in given.items()}
+                made = self.programs[name].run(there)
+            return made.float().cpu() if self.draw is None else made

@@ -13,9 +13,10 @@ from torch import Tensor
 import deepinfer_compile.ops  # noqa: F401  (graphs name the dialect's operations)
 from deepinfer_compile.bundle import BundleFiles, Checkpoint, read_bundle, reload_into
 from deepinfer_compile.errors import BadOption, BadRequest, BundleCorrupt, ContextTooLong, MissingWeight, WrongTarget
+from deepinfer_compile.runtime.drawing import Draw, KernelDraw
 from deepinfer_compile.runtime.executor import BundleExecutor, DecodeSteps, ProgramRunner, Runner
 from deepinfer_compile.runtime.interpret import GraphFunction
-from deepinfer_compile.runtime.kernel_blocks import KernelRunner, StepState, kernel_block, waits
+from deepinfer_compile.runtime.kernel_blocks import KernelRunner, StepState, kernel_block, kernel_record, waits
 from deepinfer_compile.runtime.llm import LLM
 from deepinfer_compile.runtime.native import load_kernels, processor_flags
 from deepinfer_compile.runtime.stored import Stored, block_file, read_programs
@@ -121,6 +122,7 @@ def open_executor(
         device,
         runners.state,
         runners.graphs(int(model["max_model_len"])),
+        runners.draw(),
     )
     return executor, held
 
@@ -273,6 +275,18 @@ class _Runners:
         if name not in self.kernels:
             self.kernels[name] = Cubin(self.files, self.variant["kernels"][name], self.device)
         return self.kernels[name]
+
+    def draw(self) -> Draw | None:
+        """What chooses tokens on the device, where the variant has a kernel for it."""
+        name = self.variant.get("sampler", "") if self.variant is not None else ""
+        if not name:
+            return None
+        kernel = self._kernel(name, "manifest.json")
+        assert self.variant is not None
+        path = self.variant["kernels"][name]
+        if kernel_record(self.files, path).get("op") != "sample":
+            raise BundleCorrupt(file=path, reason="the manifest names it to choose tokens, and it does something else")
+        return KernelDraw(kernel)
 
     def graphs(self, max_model_len: int) -> Callable[[ProgramRunner], DecodeSteps] | None:
         """What captures decode steps, where every operation that waits for the device has a kernel."""

@@ -5,7 +5,8 @@ probability, in order of token id, exceeds it. Neither the number nor any sum de
 blocks of fixed width, because torch splits the sum of a single long row among threads and so rounds it differently
 than the same row in a batch. That is what makes a seed give the same tokens whatever the batch around it.
 
-Rows that need nothing but the most likely token never leave the first line of `sample`.
+Rows that need nothing but the most likely token never leave the first line of `sample`. Where a kernel chooses on the
+device (`drawing.py`), rows come to the host only where penalties, min_tokens or log-probabilities need their logits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from deepinfer_compile.runtime.drawing import Draw
 from deepinfer_compile.runtime.pages import Ints
 from deepinfer_compile.runtime.penalties import PenaltyCounts
 from deepinfer_compile.runtime.request import Request, Scored
@@ -30,9 +32,10 @@ CANDIDATES = 128
 
 
 class Sampler:
-    """Sampling parameters of the seats, as arrays."""
+    """Sampling parameters of the seats, as arrays. draw: what chooses tokens on the device of the logits."""
 
-    def __init__(self, seats: int) -> None:
+    def __init__(self, seats: int, draw: Draw | None = None) -> None:
+        self._there = draw
         self._random = np.zeros(seats, dtype=bool)
         self._min_tokens = np.zeros(seats, dtype=np.int64)
         self._seed = np.zeros(seats, dtype=np.uint64)
@@ -61,25 +64,34 @@ class Sampler:
             self._penalties[seat] = PenaltyCounts(params, request.prompt, request.output_ids)
 
     def sample(self, logits: Tensor, seats: Ints, index: Ints) -> Ints:
-        """Choose a token per row of `logits` f32[N, vocab]; -1 where the row has no finite maximum (NaN, infinity).
+        """Choose a token per row of `logits` [N, vocab]; -1 where the row has no finite maximum (NaN, infinity).
 
-        seats: i64[N]. index: i64[N], how many tokens each request has put out before. `logits` is not changed.
+        seats: i64[N]. index: i64[N], how many tokens each request has put out before. `logits` is not changed, and
+        is f32 where there is no `draw`.
         """
         if not len(seats):
             return np.zeros(0, dtype=np.int64)
-        tokens = best(logits)
-        short = index < self._min_tokens[seats]
-        special = np.flatnonzero(self._random[seats] | self._penalised[seats] | short)
+        there = self._there
+        tokens = best(logits) if there is None else self._choose_there(there, logits, seats, index)
+        edited = self._penalised[seats] | (index < self._min_tokens[seats])
+        special = np.flatnonzero(edited if there is not None else edited | self._random[seats])
         if special.size:
             sound = special[tokens[special] >= 0]
             tokens[sound] = self._choose(logits, sound, seats, index)
         self._count(seats, tokens)
         return tokens
 
+    def _choose_there(self, draw: Draw, logits: Tensor, seats: Ints, index: Ints) -> Ints:
+        """Tokens of all rows as if none were penalised or kept from ending."""
+        temperature = np.where(self._random[seats], self._temperature[seats], np.float32(0))
+        top_k = self._top_k[seats].clip(max=2**31 - 1).astype(np.int32)
+        top_p = self._top_p[seats].astype(np.float32)
+        return draw(logits, temperature, self._min_p[seats], top_k, top_p, uniform(self._seed[seats], index))
+
     def _choose(self, logits: Tensor, rows: Ints, seats: Ints, index: Ints) -> Ints:
         """Tokens for the rows that need more than their maximum."""
         owners, index = seats[rows], index[rows]
-        picked = _rows(logits, rows)
+        picked = _here(_rows(logits, rows)) if self._there is not None else _rows(logits, rows)
         short = np.flatnonzero(index < self._min_tokens[owners])
         if short.size or self._penalised[owners].any():
             picked = picked.clone() if picked is logits else picked
@@ -151,6 +163,11 @@ def _rows(values: Tensor, rows: Ints) -> Tensor:
     return values.index_select(0, torch.from_numpy(rows).to(values.device))
 
 
+def _here(logits: Tensor) -> Tensor:
+    """Logits as the host computes with them."""
+    return logits.float().cpu()
+
+
 def _cut(probs: Tensor, rows: Ints, floor: Callable[[Tensor, Ints], Tensor]) -> None:
     """Set to 0, in place, what lies below `floor(part, rows)` in some rows."""
     if not rows.size:
@@ -220,8 +237,8 @@ def _first_above(running: Tensor, target: Tensor) -> Tensor:
 
 def score(logits: Tensor, rows: Ints, tokens: Ints, top: int) -> list[Scored]:
     """Log-probabilities of one token per row and of the `top` most likely ones; `top` -1 is the whole vocabulary."""
-    log = _rows(logits, rows).log_softmax(-1)
-    taken = log.gather(1, torch.from_numpy(tokens).to(logits.device)[:, None])
+    log = _here(_rows(logits, rows)).log_softmax(-1)
+    taken = log.gather(1, torch.from_numpy(tokens)[:, None])
     values, ids = log.topk(log.shape[1] if top < 0 else min(top, log.shape[1]))
     ranks = (_count_true(log > taken) + 1).tolist()
     found = zip(tokens.tolist(), taken[:, 0].tolist(), ranks, ids.tolist(), values.tolist())

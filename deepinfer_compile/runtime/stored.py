@@ -199,7 +199,7 @@ _model = record(
 )
 _variant = record(
     {"native": flag, "requires": table(anything), "blocks": table(text), "libraries": items(text)},
-    {"seconds": table(number), "notes": items(text)},
+    {"seconds": table(number), "notes": items(text), "kernels": table(text), "sampler": text},
     closed=False,
 )
 

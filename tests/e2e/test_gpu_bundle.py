@@ -14,6 +14,7 @@ import torch
 
 import deepinfer_compile as dc
 from deepinfer_compile.runtime.cuda_graphs import LADDER, bucket_of
+from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.targets import TARGETS, nvidia
 from tests import models
 from tests.e2e.parity import bundle_tokens, eager_tokens, prompts
@@ -50,6 +51,34 @@ def test_tokens_equal_eager(name: str, tmp_path: Path) -> None:
     # seven prompts in five seats: every decode step was a replay
     assert graphs is not None
     assert 8 in graphs.captured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_drawn_on_the_device(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens as when the host draws from the same logits, and when a request is alone."""
+    model = models.make("llama").to(dtype)
+    dc.build(model, tmp_path / "bundle", target=here(), dtype=str(dtype).removeprefix("torch."))
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.0}]
+    kinds += [{"top_p": 0.9, "presence_penalty": 0.4}, {"top_k": 30, "logprobs": 2}]
+    drawn = [SamplingParams(**{"seed": i, "max_tokens": COUNT, "ignore_eos": True, **p}) for i, p in enumerate(kinds)]
+    given = prompts(lengths=LENGTHS)
+    llm: Any = dc.load(tmp_path / "bundle", target=here(), max_num_seqs=7)
+    calls: list[int] = []
+    kernel = llm.engine._executor.draw.kernel
+
+    def counting(operands: Any, results: Any) -> None:
+        calls.append(len(operands["logits"]))
+        kernel(operands, results)
+
+    monkeypatch.setattr(llm.engine._executor.draw, "kernel", counting)
+    there = [o.outputs[0].token_ids for o in llm.generate(given, drawn)]
+    assert sum(calls) == len(given) * COUNT
+    if dtype == torch.float32:  # a library's products may round differently in another batch, in bf16 visibly
+        assert there[2] == llm.generate([given[2]], [drawn[2]])[0].outputs[0].token_ids
+    host: Any = dc.load(tmp_path / "bundle", target=here(), max_num_seqs=7)
+    host.engine._executor.draw = host.engine._sampler._there = None
+    assert there == [o.outputs[0].token_ids for o in host.generate(given, drawn)]
 
 
 SCRIPT = """

@@ -47,6 +47,8 @@ def logits_of(states, vocab: int = VOCAB) -> np.ndarray:
 class HashExecutor:
     """The model behind tables; `steps` holds (requests, tokens) of each step."""
 
+    draw = None
+
     def __init__(self, groups=GROUPS, vocab: int = VOCAB, max_model_len: int = 512) -> None:
         self.groups, self.vocab_size, self.max_model_len = tuple(groups), vocab, max_model_len
         self.steps: list[tuple[int, int]] = []

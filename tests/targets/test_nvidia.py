@@ -20,7 +20,9 @@ from deepinfer_compile.cli import app
 from deepinfer_compile.errors import BundleCorrupt, MissingExtra, TargetUnavailable, WrongTarget
 from deepinfer_compile.graphjson import from_json, to_json
 from deepinfer_compile.kernels import call_of, render_stamp
+from deepinfer_compile.runtime import cubins, loading
 from deepinfer_compile.runtime.launch import check_operands, plan_from_json
+from deepinfer_compile.runtime.stored import read_programs
 from deepinfer_compile.targets import TARGETS, nvidia, triton_compiler
 from deepinfer_compile.targets.nvidia import SM90
 from tests import models
@@ -79,7 +81,8 @@ def test_a_record_says_all_that_a_launcher_needs(bundle: Path) -> None:
         for entry in program["kernels"].values()
         for _, name in entry["choices"]
     }
-    assert used == set(variant["kernels"])
+    assert files.json(variant["kernels"][variant["sampler"]])["op"] == "sample"
+    assert used | {variant["sampler"]} == set(variant["kernels"])
     for name, path in variant["kernels"].items():
         assert path == f"kernels/nvidia-sm90/{name}/kernel.json"
         record = files.json(path)
@@ -148,6 +151,7 @@ def test_inspect_shows_kernels_and_what_is_left(bundle: Path) -> None:
         "nvidia-sm90: native, 3 blocks, needs device cuda, capability [9, 0]",
         "Kernels of nvidia-sm90",
         "decode: layer0 cached_attention_default: paged_attention",
+        "decode: logits sample: sample",
         "prefill, decode, verify: layer0 add_rms_norm_default: rms_norm",
         "  more tokens: block_m=16 block_n=64 pieces=1 num_warps=4 num_stages=2; ",
         "no kernel template computes it",
@@ -177,8 +181,30 @@ def test_bnd_3_without_a_gpu_the_variant_is_refused_and_graphs_still_run(llama: 
         assert "offers no cuda device that torch can use" in text
         assert "native=False" in text
     given = prompts(lengths=(5,))
-    llm = dc.load(bundle, native=False)
+    llm: Any = dc.load(bundle, native=False)
+    assert llm.engine._executor.draw is None
     assert bundle_tokens(llm, given, 4) == [eager_tokens(llama, given[0], 4)]
+
+
+def test_tokens_are_chosen_by_the_kernel_that_does_so_or_on_the_host(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cubins, "Cubin", lambda files, path, device: path)
+    files = read_bundle(bundle)
+    variant = files.manifest.variants["nvidia-sm90"]
+
+    def draw(**changes: Any) -> Any:
+        return loading._Runners(files, read_programs(files), {**variant, **changes}, torch.device("cpu")).draw()
+
+    assert draw().kernel == variant["kernels"][variant["sampler"]]
+    older = {key: held for key, held in variant.items() if key != "sampler"}
+    assert loading._Runners(files, read_programs(files), older, torch.device("cpu")).draw() is None
+    assert draw(sampler="") is None
+    other = next(name for name in variant["kernels"] if name != variant["sampler"])
+    with pytest.raises(BundleCorrupt, match="to choose tokens, and it does something else"):
+        draw(sampler=other)
+    with pytest.raises(BundleCorrupt, match="names the kernel 'lost'"):
+        draw(sampler="lost")
 
 
 def a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:

@@ -17,6 +17,7 @@ import deepinfer_compile as dc
 from deepinfer_compile.bundle import BundleFiles
 from deepinfer_compile.runtime import cubins, loading
 from deepinfer_compile.runtime.launch import buffer_shape, check_operands, evaluate, plan_from_json, values_of
+from deepinfer_compile.runtime.params import SamplingParams
 from tests import models
 from tests.e2e.parity import bundle_tokens, eager_tokens, prompts
 from tests.triton_interpreter import load
@@ -46,10 +47,10 @@ class Interpreted:
 
 
 MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "llama": ({"num_hidden_layers": 1}, {"rms_norm", "paged_attention", "rope", "gated_act"}),
+    "llama": ({"num_hidden_layers": 1}, {"rms_norm", "paged_attention", "rope", "gated_act", "sample"}),
     "deepseek_v3": (
         {"num_hidden_layers": 2, "first_k_dense_replace": 1},
-        {"rms_norm", "latent_attention", "rope", "gated_act", "route", "experts"},
+        {"rms_norm", "latent_attention", "rope", "gated_act", "route", "experts", "sample"},
     ),
 }
 
@@ -67,3 +68,16 @@ def test_programs_with_kernels_equal_eager(name: str, tmp_path: Path, monkeypatc
     llm = dc.load(tmp_path / "bundle", target="nvidia-sm90")
     assert bundle_tokens(llm, given, 4) == [eager_tokens(model, p, 4) for p in given]
     assert Interpreted.ran == wanted
+    if name != "llama":
+        return  # logits are logits
+    drawn = [
+        SamplingParams(temperature=0.8, top_k=20, seed=1, max_tokens=4),
+        SamplingParams(top_p=0.8, seed=2, max_tokens=4),
+        SamplingParams(min_p=0.05, seed=3, max_tokens=4, presence_penalty=0.5, logprobs=2),
+    ]
+    graphs = dc.load(tmp_path / "bundle", native=False)
+    there, here = (
+        [(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in one.generate(given, drawn)]
+        for one in (llm, graphs)
+    )
+    assert there == here

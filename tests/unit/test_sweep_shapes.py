@@ -102,7 +102,7 @@ def test_nothing_to_measure_is_an_error(tmp_path: Path) -> None:
 def test_own_cases_leave_out_what_is_too_large(tmp_path: Path) -> None:
     sweep = Sweep(FakeMachine(dtypes=(torch.float32,)), FakeTimer(lambda c: 1.0), Store(tmp_path))
     found = list(sweep.run(read_shapes("rms_norm", "default")))
-    cases = [c for s in (spec_of("rms_norm"), spec_of("add_rms_norm")) for c in s.cases]
+    cases = [c for s in (spec_of("rms_norm"), spec_of("add_rms_norm"), spec_of("rows_rms_norm")) for c in s.cases]
     assert len(found) == sum(c.params.dtype == torch.float32 for c in cases)
     assert len(sweep.notes) == len(cases) - len(found)
     assert all("does not compute in torch.bfloat16" in note for note in sweep.notes)
