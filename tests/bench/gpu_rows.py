@@ -73,7 +73,7 @@ def _line(work: str, rows: Iterable[Row], goal: float | None) -> str:
     ours = [r for r in rows if r.who.startswith("ours")]
     peers = [r for r in rows if not r.who.startswith("ours")]
     best = min(ours, key=lambda r: r.us)
-    mine = ", ".join(f"{r.who.removeprefix('ours').strip() or 'ours'} {r.us:.1f}" for r in ours)
+    mine = ", ".join(f"{r.who.removeprefix('ours').strip(', ') or 'ours'} {r.us:.1f}" for r in ours)
     theirs = ", ".join(f"{r.who} {r.us:.1f}" for r in peers)
     ratio = f"{min(r.us for r in peers) / best.us:.2f}" if peers else ""
     met = "" if goal is None else f"{goal:.0f} ({'met' if best.us <= goal else 'missed'})"
