@@ -89,6 +89,12 @@ class NativeBuildFailed(CompileError):
     exit_code = 4
 
 
+class KernelTooLarge(CompileError):
+    what = "{what_} for target {target!r}: {entry} takes {needed} bytes of shared memory of {limit}"
+    hint = "use another version of Triton, or build with native=False to get a graph-only bundle"
+    exit_code = 4
+
+
 class BadStamp(CompileError):
     what = "{stamp!r} is not the stamp of a kernel source: {reason}"
     hint = "give the first line of a rendered source, or the path of the file"

@@ -68,13 +68,15 @@ def concrete_size(size: Any, tokens: int) -> int:
 class Concrete:
     """Values of nodes on concrete numbers: every symbolic size is `tokens`, `given` nodes have the given values.
 
-    missing: what an input that is not given stands for; it may raise NearMiss. device: where values are.
+    missing: what an input that is not given stands for; it may raise NearMiss. device: where values are. fewer: what is
+    given has fewer rows than the graph says, and so has what is made of it.
     """
 
     tokens: int
     given: dict[Node, Any] = field(default_factory=dict)
     missing: Callable[[Node], Any] = no_input
     device: torch.device = CPU
+    fewer: bool = False
 
     def shape(self, node: Node) -> tuple[int, ...]:
         """Concrete shape of a node."""
@@ -122,7 +124,7 @@ class Concrete:
             raise NearMiss(f"it depends on {node.op} {node.name}")
         held = value(node)
         limit = LIMIT_ELEMENTS if self.device == CPU else LIMIT_ON_DEVICE
-        if isinstance(held, Tensor) and torch.Size(self.shape(node)).numel() > limit:
+        if not self.fewer and isinstance(held, Tensor) and torch.Size(self.shape(node)).numel() > limit:
             raise NearMiss(f"{node.name} is too large to evaluate")
         args, kwargs = map_aggregate((node.args, node.kwargs), self._here)  # type: ignore[misc]
         try:
@@ -225,9 +227,9 @@ def find_gate(sources: Sequence[Node], result: Node) -> Gate:
     """
     limits = sorted({abs(n) for n in numbers(result, sources, CLAMPS)}) or [DEFAULT_LIMIT]
     alphas = sorted({*numbers(result, sources, (A.mul.Tensor,)), DEFAULT_ALPHA})
-    probe = Concrete(3)
-    reach = 1.6 * max(limits)
     rows = ROWS if _keeps_rows(sources, result) else None
+    probe = Concrete(3, fewer=rows is not None)
+    reach = 1.6 * max(limits)
     drawn = [_probe(_fewer(probe.shape(s), rows), value(s).dtype, reach, seed) for seed, s in enumerate(sources)]
     probe.given.update(zip(sources, drawn))
     wanted = probe.value(result)

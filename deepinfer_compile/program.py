@@ -161,9 +161,3 @@ def output_values(gm: GraphModule) -> list[Any]:
     """Fake values of a graph's outputs; an output may be a plain number."""
     out = next(n for n in reversed(gm.graph.nodes) if n.op == "output").args[0]
     return [value(n) if isinstance(n, Node) else n for n in (out if isinstance(out, (tuple, list)) else (out,))]
-
-
-def remarks(info: Mapping[str, Any]) -> list[str]:
-    """What a reader should know of how a program was captured."""
-    words = {"traced_all_because": "all layers were traced", "one_block_because": "the model is one block"}
-    return [f"{words[key]}: {info[key]}" for key in words if key in info]

@@ -6,7 +6,7 @@ import html
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_compile.bundle import Manifest
-from deepinfer_compile.program import remarks
+from deepinfer_compile.remarks import remarks
 
 if TYPE_CHECKING:
     from deepinfer_compile.builder import Compiled

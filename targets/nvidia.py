@@ -23,9 +23,10 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from deepinfer_compile.artifacts import cached
+from deepinfer_compile.errors import KernelTooLarge
 from deepinfer_compile.graph import target_name
 from deepinfer_compile.graphjson import to_json
-from deepinfer_compile.kernels import AnySpec, Call, Limits, Refused, call_of, choices, select
+from deepinfer_compile.kernels import AnySpec, Call, Limits, Refused, call_of, choices, fields_of, select
 from deepinfer_compile.ops import SAMPLE
 from deepinfer_compile.ops.sample import NUMBERS
 from deepinfer_compile.passbase import Pass
@@ -36,6 +37,8 @@ from deepinfer_compile.tuned import Chosen, Tuned
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 """Numbers of tokens for which a kernel's config is chosen."""
 OLDEST_TRITON = (3, 6)
+ATTEMPTS = 12
+"""Configurations that are tried in place of one that does not fit."""
 BLOCK = "block.json"
 
 
@@ -96,6 +99,7 @@ class _Made:
         self.bound: dict[str, int] = {}
         self.unbound: dict[str, Counter[str]] = {}
         self.host_draws = ""
+        self.replaced: dict[str, None] = {}
 
     def assign(self, gm: GraphModule, program: str, compiler: TritonCompiler) -> dict[str, Any]:
         """Kernels of a block's nodes in one program, and the nodes that are left."""
@@ -125,12 +129,34 @@ class _Made:
         return tuple(Chosen(upto, config) for upto, config in choices(spec, params, self.target.limits, TOKENS))
 
     def _kernel(self, spec: AnySpec, params: Any, chosen: Chosen, compiler: TritonCompiler) -> str:
-        """The hash of the kernel for a choice, compiled; and where its configuration is from."""
-        name = self._compile(Kernel.of(spec, params, chosen.config), compiler)
+        """The hash of the kernel for a choice, compiled; and where its configuration is from.
+
+        How much memory a configuration takes is the compiler's decision: where it is too much, the nearest one that
+        fits is taken, and the notes say so.
+        """
+        try:
+            name = self._compile(Kernel.of(spec, params, chosen.config), compiler)
+        except KernelTooLarge as error:
+            name = self._nearest(spec, params, chosen.config, compiler, error)
+            self.replaced[str(error).splitlines()[0]] = None
+            return name
         told = chosen.to_json()
         if told is not None and told not in self.stored.setdefault(name, []):
             self.stored[name].append(told)
         return name
+
+    def _nearest(self, spec: AnySpec, params: Any, config: Any, compiler: TritonCompiler, error: KernelTooLarge) -> str:
+        """The kernel of the legal configuration with the fewest other values that fits. Raises the error if none of
+        ATTEMPTS does."""
+        wanted = fields_of(config)
+        others = [c for c in spec.space(params, self.target.limits) if c != config]
+        others.sort(key=lambda c: sum(wanted[name] != held for name, held in fields_of(c).items()))
+        for other in others[:ATTEMPTS]:
+            try:
+                return self._compile(Kernel.of(spec, params, other), compiler)
+            except KernelTooLarge:
+                continue
+        raise error
 
     def tuning(self) -> dict[str, Any]:
         """Where kernels' configurations were measured, by device and hash of the kernel; empty where none was."""
@@ -168,6 +194,7 @@ class _Made:
             found.append(f"{program}: {bound} of {bound + unbound.total()} dialect calls have a kernel{rest}")
         if self.host_draws:
             found.append(f"tokens are chosen on the host: {self.host_draws}")
+        found += [f"the nearest configuration that fits was taken: {why}" for why in self.replaced]
         ignored = self.tuned.ignored if self.tuned is not None else ()
         return (*found, *(f"tuning record not used: {reason}" for reason in ignored))
 

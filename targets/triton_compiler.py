@@ -23,7 +23,7 @@ from typing import Any
 from deepinfer_compile import render
 from deepinfer_compile.artifacts import cached, key_name
 from deepinfer_compile.bundle import jsonio
-from deepinfer_compile.errors import NativeBuildFailed
+from deepinfer_compile.errors import KernelTooLarge, NativeBuildFailed
 from deepinfer_compile.kernels import AnySpec, fields_of, render_kernel
 from deepinfer_compile.runtime.launch import LaunchPlan, plan_to_json
 
@@ -91,7 +91,7 @@ class TritonCompiler:
         return key_name(self.key(kernel))[:16]
 
     def compile(self, kernel: Kernel) -> Path:
-        """Folder of source, binaries and record, from the cache or built. Raises NativeBuildFailed."""
+        """Folder of source, binaries and record, from the cache or built. Raises NativeBuildFailed, KernelTooLarge."""
 
         def build(folder: Path) -> None:
             (folder / SOURCE).write_text(kernel.text)
@@ -134,8 +134,13 @@ class TritonCompiler:
         found: list[dict[str, Any]] = answer["launches"]
         for launch, binary in zip(kernel.plan.launches, found):
             if binary["shared_bytes"] > self.shared_bytes:
-                need = f"{launch.entry} takes {binary['shared_bytes']} bytes of shared memory of {self.shared_bytes}"
-                raise self._failed(kernel, need, "")
+                raise KernelTooLarge(
+                    what_=f"kernel {kernel.spec.name} with {kernel.config}",
+                    target=self.target,
+                    entry=launch.entry,
+                    needed=binary["shared_bytes"],
+                    limit=self.shared_bytes,
+                )
         return found
 
     def _ask(self, job: dict[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,11 @@ import typer
 
 from deepinfer_compile.cli.boundary import guarded, print_json
 from deepinfer_compile.cli.build_bundle import JSON_OPTION, WAIVE_OPTION, waived
+from deepinfer_compile.cli.kernel_words import choice_words
 from deepinfer_compile.cli.show import plural, ranges, short_place, stdout
 from deepinfer_compile.cli.stages import Stages
-from deepinfer_compile.program import remarks
+from deepinfer_compile.errors import BadOption
+from deepinfer_compile.remarks import remarks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from deepinfer_compile.bundle import BundleFiles
 
 WHOLE = "whole model"
+MEASURE_HELP = "Also time the bundle's kernels on this machine's GPU."
 SUBJECT_HELP = "A model folder (config.json is enough), a bundle, or an architecture such as deepseek_v3."
 
 
@@ -29,13 +32,21 @@ SUBJECT_HELP = "A model folder (config.json is enough), a bundle, or an architec
 def explain(
     subject: Annotated[str, typer.Argument(metavar="MODEL_DIR|BUNDLE|ARCH", help=SUBJECT_HELP)],
     waive: Annotated[list[str] | None, WAIVE_OPTION] = None,
+    measured: Annotated[bool, typer.Option("--measure", help=MEASURE_HELP)] = False,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
-    """Say what each pass applied and missed, per kind of layer, and why."""
+    """Say what each pass applied and missed, per kind of layer, and why; of a bundle also the kernel of each node."""
     if (Path(subject) / "manifest.json").is_file():
         from deepinfer_compile.bundle import read_bundle
+        from deepinfer_compile.cli.measuring import measure
 
-        found = explain_bundle(read_bundle(Path(subject)))
+        files = read_bundle(Path(subject))
+        found = explain_bundle(files)
+        if measured:
+            measure(files, found["kernels"])
+    elif measured:
+        reason = f"{subject} is not a bundle"
+        raise BadOption(name="measure", value=True, reason=reason, fix="build one, and explain that")
     else:
         from deepinfer_compile.cli.opening import compile_source, open_graph
 
@@ -71,11 +82,13 @@ def explain_compiled(compiled: Compiled) -> dict[str, Any]:
 
 def explain_bundle(files: BundleFiles) -> dict[str, Any]:
     """What a bundle recorded: misses per graph, and how often each pass applied over all graphs."""
+    from deepinfer_compile.cli.facts import describe_kernels
     from deepinfer_compile.runtime.stored import read_programs
 
     manifest = files.manifest
     kinds: dict[str, dict[str, Any]] = {}
-    for program_data in read_programs(files).programs.values():
+    programs = read_programs(files).programs
+    for program_data in programs.values():
         for node in program_data["skeleton"]["nodes"]:
             if node["op"] == "block":
                 kind = kinds.setdefault(node["target"], _kind(node["target"], []))
@@ -98,7 +111,9 @@ def explain_bundle(files: BundleFiles) -> dict[str, Any]:
     model = str(manifest.model["name"])
     info = {k: v for k, v in manifest.model.get("info", {}).items() if k != "tied"}
     found = _ordered({**kinds, WHOLE: whole})
-    return {"model": model, "info": info, "kinds": found, "quiet": quiet, "waivers": list(manifest.waivers)}
+    kernels = describe_kernels(files, programs)
+    made = {"model": model, "info": info, "kinds": found, "quiet": quiet, "waivers": list(manifest.waivers)}
+    return {**made, "kernels": kernels}
 
 
 def _kind(name: str, layers: list[int]) -> dict[str, Any]:
@@ -126,6 +141,7 @@ def _print(found: dict[str, Any], console: Console) -> None:
             console.print("  no pass had anything to do here")
         for p in kind["passes"]:
             _print_pass(p, console)
+        _print_kernels([k for k in found.get("kernels", ()) if k["block"] == kind["name"]], console)
     if found["quiet"]:
         console.print(f"\nfound no candidate: {', '.join(found['quiet'])}", soft_wrap=True)
     for waiver in found["waivers"]:
@@ -142,6 +158,16 @@ def _print_pass(p: dict[str, Any], console: Console) -> None:
     for i, (words, style) in enumerate(said):
         head = f"{p['program']:<8} {p['pass']:<24}" if i == 0 else ""
         console.print(f"  {head:<33} {words}", style=style, soft_wrap=True)
+
+
+def _print_kernels(kernels: list[dict[str, Any]], console: Console) -> None:
+    """The kernels of each node of a block; programs with equal lines share them."""
+    shown: dict[tuple[str, ...], list[str]] = {}
+    for k in kernels:
+        head = f"{k['node']}: {k.get('kernel') or 'no kernel, ' + k['left']} on {k['target']}"
+        shown.setdefault((head, *map(choice_words, k.get("choices", ()))), []).append(k["program"])
+    for (head, *choices), programs in shown.items():
+        console.print("\n    ".join((f"  {', '.join(programs)} {head}", *choices)), soft_wrap=True)
 
 
 def _grouped(missed: Iterable[dict[str, str]]) -> list[tuple[str, list[str], str]]:

@@ -12,16 +12,17 @@ from deepinfer_compile import render
 from deepinfer_compile.bundle import LEDGER, BundleFiles, torch_dtype
 from deepinfer_compile.bundle.manifest import MANIFEST
 from deepinfer_compile.errors import BundleCorrupt, CompileError
-from deepinfer_compile.kernels import specs
+from deepinfer_compile.kernels import AnySpec, Case, specs
 from deepinfer_compile.runtime.batch import PAGE_SIZE, CacheGroup
+from deepinfer_compile.runtime.cuda_graphs import LADDER
 from deepinfer_compile.runtime.pages import demand, pages_for
 from deepinfer_compile.runtime.stored import Malformed, Stored, items, number, read_programs, record, table, text, whole
 from deepinfer_compile.targets import get_target
 
 CONTEXT = 4096
 """Tokens of context of a request for which the work of a kernel is shown."""
-MANY = 8192
-"""Tokens for which the work of a kernel without a limit is shown."""
+MANY, MOST = 8192, LADDER[-1]
+"""Tokens of a prompt, and requests, for which the work of a kernel without a limit is shown."""
 WHOLE_STEP = 2048
 """New tokens of one step, for what a window layer must hold: the loader's default."""
 
@@ -41,7 +42,7 @@ def describe_bundle(files: BundleFiles) -> dict[str, Any]:
         "cache_bytes_per_token": sum(c["bytes_per_token"] * len(c["layers"]) for c in caches),
         "cache_bytes_per_request": sum(_request_bytes(c, limit) for c in caches),
         "variants": manifest.variants,
-        "kernels": _kernels(files, stored.programs),
+        "kernels": describe_kernels(files, stored.programs),
         "context": CONTEXT,
         "passes": [
             {"program": k, **record} for k, records in manifest.build.get("passes", {}).items() for record in records
@@ -96,7 +97,7 @@ def describe_caches(program: dict[str, Any], section: dict[str, Any]) -> list[di
     return list(found.values())
 
 
-def _kernels(files: BundleFiles, programs: dict[str, Any]) -> list[dict[str, Any]]:
+def describe_kernels(files: BundleFiles, programs: dict[str, Any]) -> list[dict[str, Any]]:
     """For variants whose block files name kernels: every node with its kernels, and what was left with the reason."""
     rows: list[dict[str, Any]] = []
     for target, variant in files.manifest.variants.items():
@@ -156,14 +157,12 @@ def _kernel(tokens: int | None, name: str, record: dict[str, Any], program: str)
         for launch, binary in zip(record["plan"]["launches"], record["binaries"])
     ]
     made = {"tokens": tokens, "hash": name, "config": record["config"], "launches": launches}
-    return {**made, "work": _work(record, tokens or MANY, program)}
+    return {**made, "work": _work(record, tokens, program)}
 
 
-def _work(record: dict[str, Any], tokens: int, program: str) -> dict[str, Any] | None:
-    """What one call costs by the template's own count: flops, bytes, and the least time at the target's best rates.
-
-    In prefill the tokens are one prompt, else a request each with a context of CONTEXT. None where the template is not
-    the one that the kernel was made from.
+def kernel_case(record: dict[str, Any], tokens: int | None, program: str) -> tuple[AnySpec, Case[Any]] | None:
+    """The kernel of a record and a batch for it: in prefill the tokens are one prompt, else a request each with a
+    context of CONTEXT; None is MANY, or MOST requests. None where the template is not the one it was made from.
     """
     try:
         template, data, digest = render.parse_stamp(record["stamp"])
@@ -173,10 +172,22 @@ def _work(record: dict[str, Any], tokens: int, program: str) -> dict[str, Any] |
     except (CompileError, TemplateNotFound, StopIteration):
         return None
     params = spec.params(**{name: render.decode(item) for name, item in data["params"].items()})
-    new, lengths = ((tokens,), (tokens,)) if program == "prefill" else ((1,) * tokens, (CONTEXT,) * tokens)
-    work = spec.work(params, new, lengths)
+    if program == "prefill":
+        return spec, Case("", params, (tokens or MANY,), (tokens or MANY,))
+    requests = tokens or MOST
+    return spec, Case("", params, (1,) * requests, (CONTEXT,) * requests)
+
+
+def _work(record: dict[str, Any], tokens: int | None, program: str) -> dict[str, Any] | None:
+    """What one call costs by the template's own count: flops, bytes, and the least time at the target's best rates."""
+    found = kernel_case(record, tokens, program)
+    if found is None:
+        return None
+    spec, case = found
+    work = spec.work(case.params, case.new, case.lengths)
     seconds = get_target(record["target"]).limits.modelled(work)
-    return {"tokens": tokens, "context": lengths[0], "flops": work.flops, "bytes": work.bytes, "seconds": seconds}
+    shape = {"tokens": sum(case.new), "context": case.lengths[0]}
+    return {**shape, "flops": work.flops, "bytes": work.bytes, "seconds": seconds}
 
 
 def _request_bytes(cache: dict[str, Any], limit: int) -> int:
@@ -221,4 +232,4 @@ def recipe_kind(recipe: Any) -> str:
     return f"{recipe['op']} of {inner}" if inner else str(recipe["op"])
 
 
-__all__ = ["describe_bundle", "operations", "recipe_kind"]
+__all__ = ["describe_bundle", "describe_kernels", "kernel_case", "operations", "recipe_kind"]

@@ -10,8 +10,9 @@ import typer
 
 from deepinfer_compile.cli.boundary import guarded, print_json
 from deepinfer_compile.cli.build_bundle import JSON_OPTION
+from deepinfer_compile.cli.kernel_words import choice_words
 from deepinfer_compile.cli.show import plural, ranges, size, stdout, table
-from deepinfer_compile.program import remarks
+from deepinfer_compile.remarks import remarks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -92,7 +93,7 @@ def _kernels(found: dict[str, Any], console: Console) -> None:
             if "left" in row:
                 left.setdefault((row["op"], row["left"]), Counter())[row["program"]] += 1
                 continue
-            lines = tuple(_choice(choice) for choice in row["choices"])
+            lines = tuple(choice_words(choice) for choice in row["choices"])
             bound.setdefault((f"{row['block']} {row['node']}: {row['kernel']}", *lines), []).append(row["program"])
         console.print(f"\nKernels of {target}", style="bold")
         console.print(f"work: a token a request with {found['context']} of context, in prefill one prompt")
@@ -102,34 +103,6 @@ def _kernels(found: dict[str, Any], console: Console) -> None:
         for (op, reason), counts in left.items():
             shown.add_row(op, reason, ", ".join(f"{count} in {program}" for program, count in counts.items()))
         console.print(shown)
-
-
-def _choice(choice: dict[str, Any]) -> str:
-    """Tokens, config, registers a thread and shared memory of a choice in words."""
-    upto = "more tokens" if choice["tokens"] is None else f"up to {plural(choice['tokens'], 'token')}"
-    config = " ".join(f"{key}={value}" for key, value in choice["config"].items())
-    registers, shared, stack = (
-        "/".join(str(n[key]) for n in choice["launches"]) for key in ("registers", "shared_bytes", "stack_bytes")
-    )
-    spills = f", {stack} bytes of stack" if stack.strip("0/") else ""
-    cost = f"{_cost(choice['work'])}; {_origin(choice['tuned'])}"
-    return f"{upto}: {config}; {registers} registers, {shared} bytes shared{spills}{cost}"
-
-
-def _origin(tuned: dict[str, Any] | None) -> str:
-    """Where a configuration is from, in words."""
-    if tuned is None:
-        return "default"
-    usual = f", default {tuned['default_us']:.1f} us" if tuned["default_us"] else ""
-    return f"tuned, {tuned['us']:.1f} us at {plural(tuned['tokens'], 'token')}{usual}, {tuned['device']}"
-
-
-def _cost(work: dict[str, Any] | None) -> str:
-    """What a call costs, in words."""
-    if work is None:
-        return ""
-    time = f", {work['seconds'] * 1e6:.3g} us at best" if work["seconds"] else ""
-    return f"; {plural(work['tokens'], 'token')}: {work['flops'] / 1e9:.3g} GFLOP, {work['bytes'] / 1e6:.3g} MB{time}"
 
 
 def _passes(found: dict[str, Any], console: Console) -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import deepinfer_compile as dc
 from deepinfer_compile.bundle import read_bundle
 from deepinfer_compile.cli import app
-from deepinfer_compile.errors import BundleCorrupt, MissingExtra, TargetUnavailable, WrongTarget
+from deepinfer_compile.errors import BundleCorrupt, KernelTooLarge, MissingExtra, TargetUnavailable, WrongTarget
 from deepinfer_compile.graphjson import from_json, to_json
 from deepinfer_compile.kernels import call_of, render_stamp
 from deepinfer_compile.runtime import cubins, loading
@@ -152,7 +152,7 @@ def test_inspect_shows_kernels_and_what_is_left(bundle: Path) -> None:
         "Kernels of nvidia-sm90",
         "decode: layer0 cached_attention_default: paged_attention",
         "decode: logits sample: sample",
-        "prefill, decode, verify: layer0 add_rms_norm_default: rms_norm",
+        "decode, verify: layer0 add_rms_norm_default: rms_norm",
         "  more tokens: block_m=16 block_n=64 pieces=1 num_warps=4 num_stages=2; ",
         "no kernel template computes it",
         "aten.linear",
@@ -287,3 +287,35 @@ def test_only_the_worker_imports_triton() -> None:
     }
     assert importing == {"triton_worker.py"}
     assert {"cpu", "nvidia-sm90", "nvidia-sm100"} <= set(TARGETS)
+
+
+def test_a_default_that_does_not_fit_gives_way_to_the_nearest_that_does(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How much memory a kernel takes is the compiler's decision, and its versions decide differently."""
+    whole = triton_compiler.TritonCompiler.compile
+
+    def compile_(self: Any, kernel: Any) -> Path:
+        if kernel.spec.name == "paged_attention" and kernel.config.num_stages == 2:
+            raise KernelTooLarge(what_="kernel", target="t", entry="attend", needed=9, limit=8)
+        return whole(self, kernel)
+
+    monkeypatch.setattr(triton_compiler.TritonCompiler, "compile", compile_)
+    files = dc.build(llama, tmp_path / "bundle", target="nvidia-sm90")
+    records = [files.json(p) for p in files.manifest.variants["nvidia-sm90"]["kernels"].values()]
+    found = [r["config"] for r in records if r["kernel"] == "paged_attention"]
+    assert found
+    assert all(c["num_stages"] != 2 for c in found)
+    assert any("the nearest configuration that fits" in n for n in files.manifest.variants["nvidia-sm90"]["notes"])
+
+
+def test_a_kernel_that_fits_in_no_configuration_is_an_error(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_(self: Any, kernel: Any) -> Path:
+        raise KernelTooLarge(what_="kernel", target="t", entry="attend", needed=9, limit=8)
+
+    monkeypatch.setattr(triton_compiler.TritonCompiler, "compile", compile_)
+    with pytest.raises(KernelTooLarge, match="attend takes 9 bytes of shared memory of 8"):
+        dc.build(llama, tmp_path / "bundle", target="nvidia-sm90")
+    assert not (tmp_path / "bundle").exists()

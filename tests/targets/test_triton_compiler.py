@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deepinfer_compile.bundle import jsonio
-from deepinfer_compile.errors import NativeBuildFailed
+from deepinfer_compile.errors import KernelTooLarge, NativeBuildFailed
 from deepinfer_compile.kernels import AnySpec, Case, fields_of, render_stamp, specs
 from deepinfer_compile.runtime.launch import plan_from_json
 from deepinfer_compile.targets import triton_compiler
@@ -146,7 +146,7 @@ def test_a_compiler_that_dies_or_hangs_is_an_error_and_the_next_kernel_compiles(
 def test_too_much_shared_memory_is_an_error(tmp_path: Path) -> None:
     with (
         compiler(SM90, tmp_path, shared_bytes=1024) as made,
-        pytest.raises(NativeBuildFailed, match=r"attend takes \d+ bytes of shared memory of 1024"),
+        pytest.raises(KernelTooLarge, match=r"attend takes \d+ bytes of shared memory of 1024"),
     ):
         made.compile(kernel("cached_attention", "one", tokens=4096))
 

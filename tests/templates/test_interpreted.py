@@ -16,11 +16,21 @@ FILES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_interpreted(marks: str) -> None:
+RUNS = [
+    *(pytest.param(f, "not slow", id=f.stem) for f in FILES),
+    *(
+        pytest.param(f, "slow", marks=pytest.mark.slow, id=f"{f.stem}-slow")
+        for f in FILES
+        if "mark.slow" in f.read_text()
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "marks"), RUNS)
+def test_interpreted(file: Path, marks: str) -> None:
     inherited = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks]
-    command = [sys.executable, "-m", "pytest", *options, *map(str, FILES)]
+    command = [sys.executable, "-m", "pytest", *options, str(file)]
     done = subprocess.run(
         command,
         cwd=ROOT,
