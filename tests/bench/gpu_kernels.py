@@ -50,6 +50,26 @@ def latent_case(heads: int, lengths: tuple[int, ...]) -> tuple[AnySpec, Any, dic
     return spec, params, {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
 
 
+def flashinfer(params: Any, given: dict[str, Any]) -> Callable[[], Any] | None:
+    """FlashInfer's attention over the same pages with absorbed queries, None where it is not installed."""
+    try:
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+    except ImportError:
+        return None
+    lengths, table = given["seq_len"], given["block_table"]
+    pages = (lengths + params.page - 1) // params.page
+    used = torch.arange(table.shape[1], device="cuda")[None] < pages[:, None]
+    ends = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(1 << 27, dtype=torch.int8, device="cuda"), backend="fa3")
+    wrapper.plan(
+        torch.arange(len(lengths) + 1, dtype=torch.int32, device="cuda"), ends, table[used].int(), lengths.int(),
+        params.heads, params.latent, params.rope, params.page, True, params.scale, params.dtype, params.dtype,
+    )  # fmt: skip
+    queries = torch.einsum("thd,hdl->thl", given["q_nope"], given["w_uk"]).contiguous()
+    cache, rope = given["latent"].split([params.latent, params.rope], -1)
+    return partial(wrapper.run, queries, given["q_rope"].contiguous(), cache, rope)
+
+
 def latent(rows: Rows) -> None:
     """Attention over the latents alone (`attend` and `merge`), whole contexts and contexts of S/4 to S."""
     limits = device_limits(torch.device("cuda", 0))
@@ -63,6 +83,9 @@ def latent(rows: Rows) -> None:
             moved, flops = sum(lengths) * row * 2, 2.0 * sum(lengths) * heads * (row + params.latent)
             us = times["attend"] + times.get("merge", 0.0)
             note = "  ".join(f"{name} {found:.1f}" for name, found in times.items())
+            if (peer := flashinfer(params, given)) is not None:
+                work = f"latent B {batch} H {heads} S {keys}{which}"
+                rows.add(work, "FlashInfer fa3", graphed(peer), moved=moved, flops=flops)
             rows.add(f"latent B {batch} H {heads} S {keys}{which}", "ours", us, moved=moved, flops=flops, note=note)
 
 
