@@ -207,6 +207,16 @@ def alignment(*tensors: Tensor | None) -> int:
     return align
 
 
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
+def side_by_side(*tensors: Tensor) -> bool:
+    """Whether the elements of every row of every tensor are provably adjacent in memory."""
+    return all(statically_known_true(t.stride(-1) == 1) for t in tensors)
+
+
 def pointer(name: str, dtype: torch.dtype, align: int = MAX_ALIGN) -> Argument:
     """The argument for an operand or buffer of that name, which starts at a multiple of `align` elements."""
     return Argument(name, TRITON_POINTERS[dtype], name, min(POINTER_BYTES, align * dtype.itemsize))

@@ -15,10 +15,19 @@ from itertools import product
 from typing import NamedTuple
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from deepinfer_compile import ops
-from deepinfer_compile.kernels import Call, KernelSpec, Limits, Refused, alignment, pointer, type_name
+from deepinfer_compile.kernels import (
+    Call,
+    KernelSpec,
+    Limits,
+    Refused,
+    alignment,
+    next_power_of_2,
+    pointer,
+    side_by_side,
+    type_name,
+)
 from deepinfer_compile.ops.registry import Work
 from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
 from deepinfer_compile.templates.experts.batch import CASES, routed_batch
@@ -106,7 +115,7 @@ def bind(call: Call) -> Params | Refused:
     if w13[0].numel() >= MOST or ids.shape[1] > w13.shape[0]:
         return Refused(f"experts of {w13[0].numel()} elements, {ids.shape[1]} of {w13.shape[0]} a token")
     for name in ("x", "ids", "weights"):
-        if not statically_known_true(given[name].stride(-1) == 1):
+        if not side_by_side(given[name]):
             return Refused(f"the elements of {name!r} rows do not lie side by side")
     if any(t is not None and not t.is_contiguous() for t in (w13, w2, b13, b2)):
         return Refused("weights of the experts with gaps or in another order")
@@ -129,11 +138,6 @@ def bind(call: Call) -> Params | Refused:
     )
 
 
-def _two(number: int) -> int:
-    """The next power of two."""
-    return 1 << (number - 1).bit_length()
-
-
 def _fits(params: Params, limits: Limits, block_m: int, tile: Tile, lines: int) -> bool:
     """Whether sums fit in registers and operands in flight on chip. lines: of weights for each column."""
     held = block_m * tile.n * lines
@@ -148,8 +152,8 @@ def _fits(params: Params, limits: Limits, block_m: int, tile: Tile, lines: int) 
 def _fit(params: Params, limits: Limits, block_m: int, tile: Tile, up: bool) -> Tile:
     """The nearest smaller tile that is no wider than the matrix and fits. Raises ValueError."""
     columns, terms = (params.width, params.hidden) if up else (params.hidden, params.width)
-    n = max(SMALLEST_TILE, min(tile.n, _two(columns)))
-    k = max(SMALLEST_TILE, min(tile.k, _two(terms)))
+    n = max(SMALLEST_TILE, min(tile.n, next_power_of_2(columns)))
+    k = max(SMALLEST_TILE, min(tile.k, next_power_of_2(terms)))
     while k > 64 and terms % k:
         k //= 2
     tile = Tile(n, k, min(tile.warps, limits.max_warps), tile.stages)
@@ -173,7 +177,7 @@ def _config(block_m: int, up: Tile, down: Tile, group: int, tail: int, direct: b
 
 def default(params: Params, limits: Limits, tokens: int) -> Config:
     """By the pairs that an expert gets, on the safe side; narrower where the target would not be filled."""
-    tokens = min(_two(max(1, tokens)), 1 << LADDER)
+    tokens = min(next_power_of_2(max(1, tokens)), 1 << LADDER)
     pairs = tokens * params.top_k
     direct = tokens == 1 or 16 * pairs <= params.experts
     found = DIRECT if direct else next(p for p in SORTED if pairs <= p.rows * params.experts)

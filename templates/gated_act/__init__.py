@@ -13,7 +13,17 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from deepinfer_compile import ops
-from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, alignment, pointer, type_name
+from deepinfer_compile.kernels import (
+    Call,
+    Case,
+    KernelSpec,
+    Limits,
+    Refused,
+    alignment,
+    pointer,
+    side_by_side,
+    type_name,
+)
 from deepinfer_compile.ops.activation import KINDS
 from deepinfer_compile.ops.registry import Work
 from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
@@ -56,7 +66,7 @@ def bind(call: Call) -> Params | Refused:
         return Refused(f"rows of {gate.dtype} and {up.dtype}")
     if gate.dim() < 2 or not all(statically_known_true(n == 1) for n in gate.shape[:-2]):
         return Refused("rows under more than one size; collapse them to one")
-    if not all(statically_known_true(t.stride(-1) == 1) for t in (gate, up)):
+    if not side_by_side(gate, up):
         return Refused("the elements of a row do not lie side by side")
     fields = {"act": given["kind"], "alpha": float(given["alpha"]), "limit": float(given["limit"])}
     return Params(size=gate.shape[-1], dtype=gate.dtype, align=alignment(gate, up), **fields)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from deepinfer_compile import ops
-from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, alignment
+from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, alignment, next_power_of_2
 from deepinfer_compile.ops.registry import Op, Work
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.templates.latent_attention.arguments import plan
@@ -150,13 +150,8 @@ def _unfit_mask(mask: Tensor | None, q_nope: Tensor) -> str:
     return "" if statically_known_true(mask.shape[1] == 1) else "a mask a head"
 
 
-def _two(number: int) -> int:
-    """The next power of two."""
-    return 1 << (number - 1).bit_length()
-
-
 def _tile(number: int) -> int:
-    return max(SMALLEST_TILE, _two(number))
+    return max(SMALLEST_TILE, next_power_of_2(number))
 
 
 def _shared_bytes(params: Params, config: Config) -> int:
@@ -214,7 +209,7 @@ def _fitting(params: Params, limits: Limits, block_m: int, programs: int, tokens
             if params.tiled:
                 return config
             together = min(2, limits.shared_bytes // _shared_bytes(params, config))
-            pieces = _two(max(1, together * limits.cores // programs))
+            pieces = next_power_of_2(max(1, together * limits.cores // programs))
             return replace(config, pieces=min(MOST_PIECES, pieces))
     return None
 

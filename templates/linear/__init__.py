@@ -18,7 +18,18 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from deepinfer_compile import ops
-from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, alignment, pointer, type_name
+from deepinfer_compile.kernels import (
+    Call,
+    Case,
+    KernelSpec,
+    Limits,
+    Refused,
+    alignment,
+    next_power_of_2,
+    pointer,
+    side_by_side,
+    type_name,
+)
 from deepinfer_compile.ops.registry import Work
 from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
 
@@ -69,7 +80,7 @@ def bind(call: Call) -> Params | Refused:
     ):
         return Refused("rows under more than one size; collapse them to one")
     for tensor in (x, weight, bias):
-        if tensor is not None and not statically_known_true(tensor.stride(-1) == 1):
+        if tensor is not None and not side_by_side(tensor):
             return Refused("the elements of a row do not lie side by side")
     return Params(weight.shape[1], weight.shape[0], weight.dtype, bias is not None, alignment(x, weight, bias))
 
@@ -78,12 +89,7 @@ def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
     tile = (config.block_t + config.block_n) * config.block_k * params.dtype.itemsize
     parts = config.split == 1 or params.terms // config.split >= min(LEAST_TERMS, config.block_k)
     fits = tile * config.num_stages <= limits.shared_bytes and config.num_warps <= limits.max_warps
-    return fits and parts and config.block_k <= max(16, _two(params.terms))
-
-
-def _two(number: int) -> int:
-    """The next power of two."""
-    return 1 << (number - 1).bit_length()
+    return fits and parts and config.block_k <= max(16, next_power_of_2(params.terms))
 
 
 def default(params: Params, limits: Limits, tokens: int) -> Config:
@@ -93,7 +99,7 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
         programs = -(-params.lines // block_n)
         most = min(MOST_PARTS, max(1, params.terms // LEAST_TERMS))
         if programs * most >= wanted or block_n == 16:
-            split = min(_two(max(1, -(-wanted // programs))), 1 << (most.bit_length() - 1))
+            split = min(next_power_of_2(max(1, -(-wanted // programs))), 1 << (most.bit_length() - 1))
             for block_k, stages in product((256 if block_n < 64 else 128, 128, 64, 32, 16), (4, 2, 1)):
                 config = Config(BLOCK_T, block_n, block_k, split, min(4, limits.max_warps), stages)
                 if _is_legal(params, config, limits):

@@ -14,10 +14,20 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from deepinfer_compile import ops
-from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, alignment, pointer, type_name
+from deepinfer_compile.kernels import (
+    Call,
+    Case,
+    KernelSpec,
+    Limits,
+    Refused,
+    alignment,
+    next_power_of_2,
+    pointer,
+    side_by_side,
+    type_name,
+)
 from deepinfer_compile.ops.registry import Work
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
@@ -86,7 +96,7 @@ def bind(call: Call) -> Params | Refused:
     if kv.shape[2] % SMALLEST_TILE:
         return Refused(f"pages of {kv.shape[2]} tokens")
     for name in ("q", "k", "v", "kv"):
-        if not statically_known_true(given[name].stride(-1) == 1):
+        if not side_by_side(given[name]):
             return Refused(f"the elements of {name!r} rows do not lie side by side")
     return Params(
         heads=q.shape[1],
@@ -105,11 +115,6 @@ def bind(call: Call) -> Params | Refused:
     )
 
 
-def _two(number: int) -> int:
-    """The next power of two."""
-    return 1 << (number - 1).bit_length()
-
-
 def _rows(params: Params) -> int:
     """Rows that share one key head."""
     return params.heads // params.kv_heads * params.queries
@@ -117,8 +122,8 @@ def _rows(params: Params) -> int:
 
 def _shared_bytes(params: Params, config: Config) -> int:
     """An upper estimate of on-chip memory: the query tile, the weights, and keys and values in flight."""
-    keys = max(SMALLEST_TILE, _two(params.key_width))
-    values = max(SMALLEST_TILE, _two(params.value_width))
+    keys = max(SMALLEST_TILE, next_power_of_2(params.key_width))
+    values = max(SMALLEST_TILE, next_power_of_2(params.value_width))
     tile = config.block_m * (keys + config.block_n)
     return (tile + config.num_stages * config.block_n * (keys + values)) * params.dtype.itemsize
 
@@ -132,9 +137,9 @@ def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
 
 def default(params: Params, limits: Limits, tokens: int) -> Config:
     """Half a page or more at a time, two stages, and pieces until every core has two programs."""
-    largest = min(max(SMALLEST_TILE, _two(_rows(params))), TILED_ROWS if params.tiled else 64)
+    largest = min(max(SMALLEST_TILE, next_power_of_2(_rows(params))), TILED_ROWS if params.tiled else 64)
     programs = -(-tokens // params.queries) * params.kv_heads * -(-_rows(params) // largest)
-    pieces = 1 if params.tiled else min(MOST_PIECES, _two(max(1, 2 * limits.cores // programs)))
+    pieces = 1 if params.tiled else min(MOST_PIECES, next_power_of_2(max(1, 2 * limits.cores // programs)))
     rows = [m for m in (128, 64, 32, 16) if m <= largest]
     for block_m, block_n, stages in product(rows, (64, 32, 16), (2, 1)):
         config = Config(block_m, min(block_n, params.page), pieces, 8 if block_m >= 64 else 4, stages)
@@ -147,7 +152,7 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
 
 def space(params: Params, limits: Limits) -> Iterator[Config]:
     """Every legal Config in a fixed order."""
-    most = min(max(SMALLEST_TILE, _two(_rows(params))), 128)
+    most = min(max(SMALLEST_TILE, next_power_of_2(_rows(params))), 128)
     tiles = [m for m in (16, 32, 64, 128) if m <= most]
     parts = (1,) if params.tiled else (1, 2, 4, 8, 16, 32)
     for m, n, pieces, warps, stages in product(tiles, (16, 32, 64), parts, (1, 2, 4, 8), (1, 2, 3, 4)):

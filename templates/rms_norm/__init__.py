@@ -17,7 +17,17 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from deepinfer_compile import ops
-from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, alignment, pointer, type_name
+from deepinfer_compile.kernels import (
+    Call,
+    Case,
+    KernelSpec,
+    Limits,
+    Refused,
+    alignment,
+    pointer,
+    side_by_side,
+    type_name,
+)
 from deepinfer_compile.ops.registry import Op, Work
 from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
 
@@ -83,7 +93,7 @@ def bind(call: Call) -> Params | Refused:
     if chosen is not None and (chosen.dtype != torch.int64 or not statically_known_true(chosen.stride(0) == 1)):
         return Refused(f"rows chosen by {chosen.dtype}, or by numbers with gaps")
     for tensor in (x, residual, weight):
-        if tensor is not None and not statically_known_true(tensor.stride(-1) == 1):
+        if tensor is not None and not side_by_side(tensor):
             return Refused("the elements of a row do not lie side by side")
     return Params(
         size=size,

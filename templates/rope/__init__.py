@@ -13,7 +13,18 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from deepinfer_compile import ops
-from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, alignment, pointer, type_name
+from deepinfer_compile.kernels import (
+    Call,
+    Case,
+    KernelSpec,
+    Limits,
+    Refused,
+    alignment,
+    next_power_of_2,
+    pointer,
+    side_by_side,
+    type_name,
+)
 from deepinfer_compile.ops.registry import Work
 from deepinfer_compile.ops.rope import STYLES
 from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
@@ -64,7 +75,7 @@ def bind(call: Call) -> Params | Refused:
         return Refused("rows or tables under more sizes than heads and tokens")
     if not all(statically_known_true(t.shape[-2] == x.shape[-2]) for t in (cos, sin)):
         return Refused("tables that are not one row a token")
-    if not all(statically_known_true(t.stride(-1) == 1) for t in (x, cos, sin)):
+    if not side_by_side(x, cos, sin):
         return Refused("the elements of a row do not lie side by side")
     return Params(
         heads=x.shape[-3],
@@ -77,25 +88,20 @@ def bind(call: Call) -> Params | Refused:
     )
 
 
-def _two(number: int) -> int:
-    """The next power of two."""
-    return 1 << (number - 1).bit_length()
-
-
 def default(params: Params, limits: Limits, tokens: int) -> Config:
     """All heads of a token as far as a tile goes, fewer while there are fewer tokens than cores."""
-    half = _two(params.width // 2)
-    most = max(1, min(_two(params.heads), TILE // half))
+    half = next_power_of_2(params.width // 2)
+    most = max(1, min(next_power_of_2(params.heads), TILE // half))
     spread = max(1, limits.cores // max(1, tokens))
-    block = max(1, most // _two(spread))
+    block = max(1, most // next_power_of_2(spread))
     return Config(block, max(1, min(4, limits.max_warps, block * half // 128)))
 
 
 def space(params: Params, limits: Limits) -> Iterator[Config]:
     """Heads a program and warps."""
-    half = _two(params.width // 2)
+    half = next_power_of_2(params.width // 2)
     for block, warps in product(HEADS, WARPS):
-        small = block <= _two(params.heads) and (block == 1 or block * half <= TILE)
+        small = block <= next_power_of_2(params.heads) and (block == 1 or block * half <= TILE)
         if small and warps <= limits.max_warps:
             yield Config(block, warps)
 

@@ -17,7 +17,18 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from deepinfer_compile import ops
-from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, alignment, pointer, type_name
+from deepinfer_compile.kernels import (
+    Call,
+    Case,
+    KernelSpec,
+    Limits,
+    Refused,
+    alignment,
+    next_power_of_2,
+    pointer,
+    side_by_side,
+    type_name,
+)
 from deepinfer_compile.ops.moe import GROUP_RANKS, KINDS
 from deepinfer_compile.ops.registry import Work
 from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
@@ -30,11 +41,6 @@ TILE = 4096
 ROWS = (1, 2, 4, 8, 16)
 WARPS = (1, 2, 4, 8, 16)
 COLUMNS_A_WARP = 512
-
-
-def _two(number: int) -> int:
-    """The next power of two."""
-    return 1 << (number - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class Params:
     @property
     def columns(self) -> int:
         """Columns of a row in the kernel, groups padded."""
-        return _two(self.groups) * _two(self.experts // self.groups)
+        return next_power_of_2(self.groups) * next_power_of_2(self.experts // self.groups)
 
 
 @dataclass(frozen=True)
@@ -86,10 +92,10 @@ def bind(call: Call) -> Params | Refused:
         return Refused("rows under more than one size; collapse them to one")
     if not isinstance(logits.shape[-1], int) or logits.shape[-1] % groups:
         return Refused(f"{logits.shape[-1]} experts in {groups} groups")
-    if _two(groups) * _two(logits.shape[-1] // groups) > LONGEST:
+    if next_power_of_2(groups) * next_power_of_2(logits.shape[-1] // groups) > LONGEST:
         return Refused(f"rows of {logits.shape[-1]} experts are longer than {LONGEST}")
     for tensor in (logits, bias):
-        if tensor is not None and not statically_known_true(tensor.stride(-1) == 1):
+        if tensor is not None and not side_by_side(tensor):
             return Refused("the elements of a row do not lie side by side")
     return Params(
         experts=logits.shape[-1],
