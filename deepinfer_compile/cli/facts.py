@@ -107,7 +107,7 @@ def describe_kernels(files: BundleFiles, programs: dict[str, Any]) -> list[dict[
         tuning = _tuning(files, target)
         if sampler := variant.get("sampler"):
             place = {"target": target, "program": "decode", "block": "logits", "node": "sample"}
-            made = _kernel(None, sampler, records[sampler], "decode")
+            made = _kernel(None, sampler, records[sampler], "decode", 0)
             used = [{**made, "tuned": _tuned(tuning, sampler, None)}]
             rows.append({**place, "op": "deepinfer.sample", "kernel": "sample", "choices": used})
         for program, data in programs.items():
@@ -115,8 +115,12 @@ def describe_kernels(files: BundleFiles, programs: dict[str, Any]) -> list[dict[
                 place = {"target": target, "program": program, "block": block}
                 found = files.json(variant["blocks"][digest])["programs"][program]
                 for node, entry in found["kernels"].items():
+                    most = max((tokens for tokens, _ in entry["choices"] if tokens is not None), default=0)
                     used = [
-                        {**_kernel(tokens, name, records[name], program), "tuned": _tuned(tuning, name, tokens)}
+                        {
+                            **_kernel(tokens, name, records[name], program, most),
+                            "tuned": _tuned(tuning, name, tokens),
+                        }
                         for tokens, name in entry["choices"]
                     ]
                     rows.append({**place, "node": node, "op": entry["op"], "kernel": entry["kernel"], "choices": used})
@@ -150,20 +154,21 @@ def _tuned(tuning: dict[str, Any], name: str, upto: int | None) -> dict[str, Any
     return {**told, "device": tuning["device"]} if told is not None else None
 
 
-def _kernel(tokens: int | None, name: str, record: dict[str, Any], program: str) -> dict[str, Any]:
-    """One choice: up to how many tokens, which config, what each launch of it takes, and its work."""
+def _kernel(tokens: int | None, name: str, record: dict[str, Any], program: str, most: int) -> dict[str, Any]:
+    """One choice: up to how many tokens, which config, what each launch of it takes, and its work at `at` tokens. A
+    choice without a limit is shown above `most`, the largest limit beside it."""
+    at = tokens if tokens is not None else max(2 * most, MANY if program == "prefill" else MOST)
     launches = [
         {"entry": launch["entry"], **{key: binary[key] for key in ("registers", "stack_bytes", "shared_bytes")}}
         for launch, binary in zip(record["plan"]["launches"], record["binaries"])
     ]
-    made = {"tokens": tokens, "hash": name, "config": record["config"], "launches": launches}
-    return {**made, "work": _work(record, tokens, program)}
+    made = {"tokens": tokens, "at": at, "hash": name, "config": record["config"], "launches": launches}
+    return {**made, "work": _work(record, at, program)}
 
 
-def kernel_case(record: dict[str, Any], tokens: int | None, program: str) -> tuple[AnySpec, Case[Any]] | None:
+def kernel_case(record: dict[str, Any], tokens: int, program: str) -> tuple[AnySpec, Case[Any]] | None:
     """The kernel of a record and a batch for it: in prefill the tokens are one prompt, else a request each with a
-    context of CONTEXT; None is MANY, or MOST requests. None where the template is not the one it was made from.
-    """
+    context of CONTEXT. None where the template is not the one it was made from."""
     try:
         template, data, digest = render.parse_stamp(record["stamp"])
         if render.digest(template) != digest:
@@ -173,12 +178,11 @@ def kernel_case(record: dict[str, Any], tokens: int | None, program: str) -> tup
         return None
     params = spec.params(**{name: render.decode(item) for name, item in data["params"].items()})
     if program == "prefill":
-        return spec, Case("", params, (tokens or MANY,), (tokens or MANY,))
-    requests = tokens or MOST
-    return spec, Case("", params, (1,) * requests, (CONTEXT,) * requests)
+        return spec, Case("", params, (tokens,), (tokens,))
+    return spec, Case("", params, (1,) * tokens, (CONTEXT,) * tokens)
 
 
-def _work(record: dict[str, Any], tokens: int | None, program: str) -> dict[str, Any] | None:
+def _work(record: dict[str, Any], tokens: int, program: str) -> dict[str, Any] | None:
     """What one call costs by the template's own count: flops, bytes, and the least time at the target's best rates."""
     found = kernel_case(record, tokens, program)
     if found is None:

@@ -32,14 +32,14 @@ def measure(files: BundleFiles, rows: list[dict[str, Any]], open_kernel: Open | 
         names = ", ".join(files.manifest.variants)
         fix = "run it on a machine with a GPU that the bundle was built for, or build the bundle for this one"
         raise CannotMeasure(reason=f"the bundle is for {names}, and this machine has no such GPU", fix=fix)
-    known: dict[tuple[str, str, Any, bool], dict[str, Any]] = {}
+    known: dict[tuple[str, str, int, bool], dict[str, Any]] = {}
     for row in (r for r in rows if r["target"] in targets and "choices" in r):
         paths = files.manifest.variants[row["target"]]["kernels"]
         for choice in row["choices"]:
-            key = (row["target"], choice["hash"], choice["tokens"], row["program"] == "prefill")
+            key = (row["target"], choice["hash"], choice["at"], row["program"] == "prefill")
             if key not in known:
                 path = paths[choice["hash"]]
-                found = kernel_case(files.json(path), choice["tokens"], row["program"])
+                found = kernel_case(files.json(path), choice["at"], row["program"])
                 run = partial(open_kernel or _cubin, files, path, device)
                 known[key] = _timed(found, run, timer or GraphTimer(), device)
             choice["measured"] = known[key]

@@ -68,8 +68,11 @@ def test_every_choice_is_measured_once(bundle: Path) -> None:
     measuring.measure(files, rows, Checked, timer)
     choices = [(r["program"] == "prefill", c) for r in rows for c in r.get("choices", ())]
     assert choices
+    for row in rows:
+        limits = [c["tokens"] for c in row.get("choices", ()) if c["tokens"] is not None]
+        assert all(c["at"] > max(limits, default=0) for c in row.get("choices", ()) if c["tokens"] is None)
     assert all(c["measured"]["us"] is not None for _, c in choices)
-    different = {(prefill, c["hash"], c["tokens"]) for prefill, c in choices}
+    different = {(prefill, c["hash"], c["at"]) for prefill, c in choices}
     assert len({c["measured"]["us"] for _, c in choices}) == Checked.calls == len(different)
     words = choice_words(choices[0][1])
     assert re.search(r"us at best, \S+ us measured; default$", words)
