@@ -149,6 +149,11 @@ class UnsupportedArchitecture(CompileError):
     exit_code = 5
 
 
+class BadModelConfig(CompileError):
+    what = "config.json: {key} cannot be {value!r}: {reason}"
+    hint = "correct {key}, or use the config.json that was published with the weights"
+
+
 class UnsupportedConstruct(CompileError):
     what = "capture met a construct it cannot express as a graph: {construct}"
     hint = "{fix}"
