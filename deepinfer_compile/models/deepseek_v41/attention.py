@@ -85,7 +85,14 @@ class Compressor(nn.Module):
     def pooled(self, values: Tensor, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Rows [B, S, D] in `dtype`, before rotation, of their tokens [B, S, ratio, D], or [B, S, D] at ratio 1."""
         pooled = values if gates is None else (gates.softmax(2) * values).sum(2)
-        return self.norm(pooled.to(dtype))
+        rows: Tensor = self.norm(pooled.to(dtype))
+        return rows
+
+    def whole(self, values: Tensor, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """[B, T, D]: at each token the row that would end there, of values and gates [B, T, D]."""
+        if gates is None:
+            return self.pooled(values, None, dtype)
+        return self.pooled(self.ending(values), self.ending(gates), dtype)
 
     def ending(self, line: Tensor) -> Tensor:
         """[B, T, ratio, D]: each token of line [B, T, D] with those before it, zeros before the first."""
@@ -119,7 +126,8 @@ class Indexer(nn.Module):
         queries = rotary(self.wq_b(low).unflatten(-1, (self.heads, self.width)), positions)
         weights = wide(self.weights_proj(x)) * self.heads**-0.5
         match = torch.einsum("bthd,bsd->bths", wide(queries), wide(keys)).relu() * self.width**-0.5
-        return (match * weights.unsqueeze(-1)).sum(2)
+        scores: Tensor = (match * weights.unsqueeze(-1)).sum(2)
+        return scores
 
     def choose(
         self, scores: Tensor, numbers: Tensor, seen: Tensor, candidates: Tensor | None
@@ -186,8 +194,7 @@ class Attention(nn.Module):
         if self.compressor is not None and self.indexer is not None:
             ratio = self.role.ratio
             values, gates = self.compressor.parts(x)
-            pairs = (values, None) if gates is None else (self.compressor.ending(values), self.compressor.ending(gates))
-            latent = self.compressor.pooled(*pairs, x.dtype)
+            latent = self.compressor.whole(values, gates, x.dtype)
             starts = positions // ratio * ratio
             keys = self.indexer.keys(latent, starts, self.rotary)
             rows = self.rotary.row(latent, starts)
@@ -205,11 +212,9 @@ class Attention(nn.Module):
         queries, latents = self.queries(x, positions), self.latents(x, positions)
         past = past._replace(window=put(past.window, latents, positions % self.window))
         if self.compressor is not None and self.indexer is not None:
-            past = self._step_rows(x, positions, past)
-            assert past.rows is not None
-            assert past.keys is not None
-            numbers = torch.arange(past.rows.shape[1], device=x.device).expand(past.rows.shape[:2])
-            shared = self._publish(past.rows, past.keys, numbers)
+            past, rows, keys = self._step_rows(x, positions, past)
+            numbers = torch.arange(rows.shape[1], device=x.device).expand(rows.shape[:2])
+            shared = self._publish(rows, keys, numbers)
         shared = self._choose(x, queries.low, positions, shared)
         age = (positions - torch.arange(self.window, device=x.device)) % self.window
         visible = (age <= positions).unsqueeze(1)
@@ -226,24 +231,28 @@ class Attention(nn.Module):
         both = torch.cat((context, latents), dim=1), torch.cat((visible, within), dim=2)
         return self.attend(queries.heads, positions, *both, None)
 
-    def _step_rows(self, x: Tensor, positions: Tensor, past: Past) -> Past:
-        """The caches with this token in its open row; a row and its key are written when its last token comes."""
+    def _step_rows(self, x: Tensor, positions: Tensor, past: Past) -> tuple[Past, Tensor, Tensor]:
+        """The caches with this token in its open row, and rows and keys, to which a row's last token adds one."""
         assert self.compressor is not None
         assert self.indexer is not None
-        assert past.rows is not None
-        assert past.keys is not None
+        old_rows, old_keys = past.rows, past.keys
+        assert old_rows is not None
+        assert old_keys is not None
         ratio = self.role.ratio
         values, gates = self.compressor.parts(x)
-        if gates is not None and past.values is not None and past.gates is not None:
-            values = put(past.values, values, positions % ratio)
-            gates = put(past.gates, gates, positions % ratio)
-            past = past._replace(values=values, gates=gates)
-            values, gates = values.unsqueeze(1), gates.unsqueeze(1)
+        if gates is not None:
+            assert past.values is not None
+            assert past.gates is not None
+            open_values = put(past.values, values, positions % ratio)
+            open_gates = put(past.gates, gates, positions % ratio)
+            past = past._replace(values=open_values, gates=open_gates)
+            values, gates = open_values.unsqueeze(1), open_gates.unsqueeze(1)
         latent = self.compressor.pooled(values, gates, x.dtype)
-        slot = positions // ratio
-        target = torch.where((positions + 1) % ratio == 0, slot, -1)
-        keys = put(past.keys, self.indexer.keys(latent, slot * ratio, self.rotary), target)
-        return past._replace(rows=put(past.rows, self.rotary.row(latent, slot * ratio), target), keys=keys)
+        number = positions // ratio
+        slot = torch.where((positions + 1) % ratio == 0, number, -1)
+        rows = put(old_rows, self.rotary.row(latent, number * ratio), slot)
+        keys = put(old_keys, self.indexer.keys(latent, number * ratio, self.rotary), slot)
+        return past._replace(rows=rows, keys=keys), rows, keys
 
     def _publish(self, rows: Tensor, keys: Tensor, numbers: Tensor) -> Shared:
         """New rows replace the old ones; what was chosen of the old ones does not apply."""
@@ -281,7 +290,8 @@ class Attention(nn.Module):
         out = torch.einsum("bthn,bnd->bthd", shares, wide(latents)).type_as(queries)
         grouped = self.rotary(out, positions, inverse=True).flatten(2).unflatten(-1, (self.groups, -1))
         low = torch.einsum("btgi,goi->btgo", grouped, self.wo_a.weight.unflatten(0, (self.groups, -1)))
-        return self.wo_b(low.flatten(2))
+        y: Tensor = self.wo_b(low.flatten(2))
+        return y
 
 
 def put(buffer: Tensor, new: Tensor, slot: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ context is normalised after its projection; drafts use the model's embedding and
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +50,15 @@ class Drafter(nn.Module):
         self.markov_head = nn.Linear(rank, config.vocab_size, bias=False)
         self.confidence = nn.Linear(hidden + rank, 1, bias=False)
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The draft layers, typed."""
+        return cast(list[Block], list(self.layers))
+
     def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Window latents [B, T, D] of each draft layer, of the model's features [B, T, targets * hidden]."""
         x = self.context_norm(self.context_proj(features))
-        return tuple(layer.attn.latents(x, positions) for layer in self.layers)
+        return tuple(layer.attn.latents(x, positions) for layer in self.blocks)
 
     def forward(
         self, anchor: Tensor, positions: Tensor, rings: tuple[Tensor, ...], embed: nn.Embedding, head: nn.Linear
@@ -63,7 +68,7 @@ class Drafter(nn.Module):
         ids = torch.cat((anchor.unsqueeze(1), noise), dim=1)
         places = positions.unsqueeze(1) + torch.arange(self.size, device=ids.device)
         streams, pre = first_streams(embed(ids), self.streams)
-        for layer, ring in zip(self.layers, rings):
+        for layer, ring in zip(self.blocks, rings):
             streams, pre = layer.draft(streams, pre, places, ring)
         hidden = self.norm(collapse(streams, pre))
         return self._left_to_right(anchor, hidden, wide(head(hidden)))

@@ -125,7 +125,8 @@ class Engram(nn.Module):
         match = (high * (self.q_weight * self.k_weight) * keys).sum(-1, keepdim=True)
         match = match * rms(high, self.eps) * rms(keys, self.eps) / width**0.5
         gate = torch.sigmoid(match.sign() * match.abs().clamp(min=1e-6).sqrt())
-        return (high + gate * value).type_as(streams)
+        added: Tensor = gate * value
+        return (high + added).type_as(streams)
 
 
 def _starts(sizes: Iterable[int]) -> Iterable[int]:

@@ -45,7 +45,7 @@ def prefill(model: DeepseekV41, input_ids: Tensor, capacity: int) -> tuple[Tenso
     positions = torch.arange(length, device=input_ids.device).expand_as(input_ids)
     run = model.run(input_ids, positions)
     window = model.config.sliding_window
-    layers = tuple(_filled(made, layer.attn.role, window, capacity) for made, layer in zip(run.made, model.layers))
+    layers = tuple(_filled(made, layer.attn.role, window, capacity) for made, layer in zip(run.made, model.blocks))
     contexts = () if model.mtp is None else model.mtp.context(run.features, positions)
     drafts = tuple(_ring(context, window) for context in contexts)
     recent = torch.cat((model.no_history(input_ids), model.token_map[input_ids]), dim=1)
@@ -61,7 +61,7 @@ def step(model: DeepseekV41, token: Tensor, state: State) -> tuple[Tensor, State
     streams, pre = first_streams(model.embed(ids), model.config.hc_mult)
     shared: Shared | None = None
     layers, features = [], []
-    for i, layer in enumerate(model.layers):
+    for i, layer in enumerate(model.blocks):
         if i in model.config.dspark_target_layer_ids:
             features.append(streams.mean(2))
         streams, pre, shared, past = layer.step(streams, pre, positions, grams, shared, state.layers[i])
@@ -79,7 +79,8 @@ def step(model: DeepseekV41, token: Tensor, state: State) -> tuple[Tensor, State
 def propose(model: DeepseekV41, anchor: Tensor, state: State) -> Draft:
     """The drafter's best block after `anchor` i64 [B], the next token, which `state` does not hold yet."""
     assert model.mtp is not None
-    return model.mtp(anchor, state.length, state.drafts, model.embed, model.head)
+    draft: Draft = model.mtp(anchor, state.length, state.drafts, model.embed, model.head)
+    return draft
 
 
 def generate(model: DeepseekV41, input_ids: Tensor, count: int) -> Tensor:

@@ -8,7 +8,7 @@ layer's experts are two tensors (`moe.Experts`) and drafts lie in one module (`d
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,11 @@ class DeepseekV41(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mtp = Drafter(config) if config.num_nextn_predict_layers else None
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The layers, typed."""
+        return cast(list[Block], list(self.layers))
+
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Logits [B, T, V], wide, of ids i64 [B, T] at positions i64 [B, T], consecutive from 0 (the default)."""
         return self.logits(self.run(input_ids, position_ids).hidden)
@@ -65,7 +70,7 @@ class DeepseekV41(nn.Module):
         streams, pre = first_streams(self.embed(input_ids), self.config.hc_mult)
         shared: Shared | None = None
         made, features = [], []
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.blocks):
             if i in self.config.dspark_target_layer_ids:
                 features.append(streams.mean(2))
             streams, pre, shared, kept = layer(streams, pre, position_ids, grams, shared)

@@ -65,7 +65,8 @@ class SharedExpert(nn.Module):
         self.w3 = nn.Linear(hidden, inner, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(gated(self.w1(x), self.w3(x), self.limit))
+        y: Tensor = self.w2(gated(self.w1(x), self.w3(x), self.limit))
+        return y
 
 
 class MoE(nn.Module):
@@ -80,5 +81,5 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
         ids, weights = self.gate(rows)
-        y = self.experts(rows, ids, weights) + self.shared_experts(rows)
+        y: Tensor = self.experts(rows, ids, weights) + self.shared_experts(rows)
         return y.type_as(x).view_as(x)

@@ -86,4 +86,4 @@ def _random(name: str, drawn: torch.Tensor) -> torch.Tensor:
         return 0.3 * drawn
     if name.endswith(("embed.weight", "markov_embed.weight")):
         return drawn
-    return drawn * drawn.shape[-1] ** -0.5
+    return drawn * float(drawn.shape[-1] ** -0.5)
