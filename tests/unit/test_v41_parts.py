@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import deepinfer_compile.ops  # noqa: F401  registers the dialect
 from deepinfer_compile.errors import BadModelConfig
 from deepinfer_compile.models.deepseek_v41 import tiny
 from deepinfer_compile.models.deepseek_v41.attention import Shared, best
