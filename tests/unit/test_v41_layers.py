@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from deepinfer_compile.errors import BadModelConfig
 from deepinfer_compile.models.deepseek_v41 import tiny
 from deepinfer_compile.models.deepseek_v41.config import DeepseekV41Config, Yarn
-from deepinfer_compile.models.deepseek_v41.engram import table_sizes
+from deepinfer_compile.models.deepseek_v41.engram import plain_map, table_sizes
 from deepinfer_compile.models.deepseek_v41.layers import boundary, kv_bytes_per_token, layer_map
+from deepinfer_compile.models.deepseek_v41.model import DeepseekV41
 from deepinfer_compile.models.deepseek_v41.sizes import sizes
 
 RELEASED = DeepseekV41Config()
@@ -24,6 +26,13 @@ def test_the_released_model_has_the_published_sizes() -> None:
     assert round(billions["prefill"], 2) == 7.90
     assert round(billions["decode"], 2) == 16.13
     assert 13e9 < found.draft < 15e9
+
+
+def test_the_released_model_runs_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = DeepseekV41(RELEASED, plain_map(RELEASED)).to("meta")
+        logits = model(torch.zeros(1, 300, dtype=torch.int64))
+    assert logits.shape == (1, 300, 129280)
 
 
 def test_a_token_adds_890_bytes_of_global_cache() -> None:

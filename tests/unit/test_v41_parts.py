@@ -38,7 +38,9 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float = 1e-10) -> No
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-def test_every_layers_attention_is_the_loops(model: DeepseekV41) -> None:
+@pytest.mark.parametrize("last", [1, 0])  # 0: a layer with a window alone after layers with rows
+def test_every_layers_attention_is_the_loops(last: int) -> None:
+    model = tiny.make(seed=3, dtype=torch.float64, compress_ratios=(0, 0, 2, 2, 2, 2, 1, 1, 1, last), **NARROW)
     torch.manual_seed(0)
     length = 31
     positions = torch.arange(length).expand(2, length)
@@ -50,11 +52,11 @@ def test_every_layers_attention_is_the_loops(model: DeepseekV41) -> None:
         for b in range(2):
             want, plain[b] = oracle.attention(layer.attn, model.config, x[b], plain[b])
             close(got[b], want)
-    last = plain[0]
-    assert last is not None
-    assert last.candidates is not None
-    assert len(last.candidates[-1]) < length  # both levels left rows out
-    assert len(last.chosen[-1]) == 4
+    end = plain[0]
+    assert end is not None
+    assert end.candidates is not None
+    assert len(end.candidates[-1]) < length  # both levels left rows out
+    assert len(end.chosen[-1]) == 4
 
 
 def test_rows_are_seen_only_when_their_tokens_are(model: DeepseekV41) -> None:

@@ -116,7 +116,7 @@ def attention(
     lines = []
     for p in range(length):
         latents = window[max(0, p - config.sliding_window + 1) : p + 1]
-        if shared is not None:
+        if shared is not None and attn.role.ratio > 0:
             latents = latents + [shared.rows[j] for j in sorted(shared.chosen[p])]
         lines.append(_one(attn, config, x[p], p, latents))
     return torch.stack(lines), shared

@@ -279,8 +279,10 @@ class Attention(nn.Module):
     def attend(
         self, queries: Tensor, positions: Tensor, latents: Tensor, visible: Tensor, shared: Shared | None
     ) -> Tensor:
-        """x's successor [B, T, hidden]: queries [B, T, H, D] over latents [B, N, D], visible [B, T, N], and rows."""
-        if shared is not None:
+        """The sublayer's output [B, T, hidden]: queries [B, T, H, D] at positions [B, T] over latents [B, N, D] where
+        visible [B, T, N], and over the chosen rows. What comes out is turned back by the query's position.
+        """
+        if shared is not None and self.role.ratio > 0:
             latents = torch.cat((latents, shared.rows), dim=1)
             visible = torch.cat((visible, shared.chosen), dim=2)
         scores = torch.einsum("bthd,bnd->bthn", wide(queries), wide(latents)) * self.width**-0.5
