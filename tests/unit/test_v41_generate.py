@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_compile.errors import ContextTooLong
+from deepinfer_compile.errors import BadModelConfig, ContextTooLong
 from deepinfer_compile.models.deepseek_v41 import tiny
 from deepinfer_compile.models.deepseek_v41.attention import Past
 from deepinfer_compile.models.deepseek_v41.generate import State, generate, prefill, propose, step
@@ -211,3 +211,5 @@ def test_without_drafts_there_is_no_draft_state() -> None:
     _, state = prefill(model, tokens(1, 5), 8)
     assert state.drafts == ()
     assert step(model, tokens(1, 1)[:, 0], state)[0].shape == (1, 307)
+    with pytest.raises(BadModelConfig, match="num_nextn_predict_layers"):
+        propose(model, tokens(1, 1)[:, 0], state)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepinfer_compile.errors import ContextTooLong
+from deepinfer_compile.errors import BadModelConfig, ContextTooLong
 from deepinfer_compile.models.deepseek_v41.attention import Made, Past, Shared, put
 from deepinfer_compile.models.deepseek_v41.block import first_streams
 from deepinfer_compile.models.deepseek_v41.draft import Draft
@@ -77,8 +77,12 @@ def step(model: DeepseekV41, token: Tensor, state: State) -> tuple[Tensor, State
 
 
 def propose(model: DeepseekV41, anchor: Tensor, state: State) -> Draft:
-    """The drafter's best block after `anchor` i64 [B], the next token, which `state` does not hold yet."""
-    assert model.mtp is not None
+    """The drafter's best block after `anchor` i64 [B], the next token, which `state` does not hold yet.
+
+    Raises BadModelConfig if the model has no draft layers.
+    """
+    if model.mtp is None:
+        raise BadModelConfig(key="num_nextn_predict_layers", value=0, reason="there are no draft layers to ask")
     draft: Draft = model.mtp(anchor, state.length, state.drafts, model.embed, model.head)
     return draft
 
