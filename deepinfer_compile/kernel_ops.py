@@ -25,7 +25,7 @@ from torch import Tensor
 
 from deepinfer_compile import ops
 from deepinfer_compile.artifacts import cached
-from deepinfer_compile.kernels import AnySpec, Call, Limits, Refused, render_kernel, specs
+from deepinfer_compile.kernels import AnySpec, Call, Limits, Refused, is_large, render_kernel, specs
 from deepinfer_compile.ops.registry import Op
 from deepinfer_compile.runtime.launch import Buffer, Expr, Launch, LaunchPlan
 from deepinfer_compile.tuned import Tuned
@@ -33,12 +33,8 @@ from deepinfer_compile.tuned import Tuned
 NAMESPACE = "deepinfer_kernels"
 OURS = ("latent_attention", "experts", "route", "linear")
 """Operations whose kernels beat what Inductor makes of them; the others it fuses with their neighbours."""
-FEW = 4
-"""Tokens up to which our linear layer beats the library's."""
 SOME = 8
 """Tokens to expect at least where their number varies: one graph then serves a few requests and many."""
-LARGE = 1 << 20
-"""Bytes of a weight that is worth a launch of ours."""
 DIALECT = "triton"
 
 
@@ -83,9 +79,8 @@ class Rendered:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """A linear layer of few tokens, or None where a library does as well or better."""
         count = prod(x.shape[:-1])
-        if not isinstance(count, int) or count > FEW or weight.dtype != torch.bfloat16:
-            return None
-        if weight.numel() * weight.element_size() < LARGE:
+        most = max(spec.few or 0 for spec in specs() if spec.op is ops.LINEAR)
+        if not isinstance(count, int) or count > most or not is_large(weight):
             return None
         made: Tensor | None = self.call(ops.LINEAR, (x.reshape(count, x.shape[-1]), weight, bias), {})
         return made.view(*x.shape[:-1], weight.shape[0]) if made is not None else None

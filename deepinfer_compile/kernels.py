@@ -112,6 +112,8 @@ class KernelSpec(Generic[P, C]):
     default: a good Config without measuring, for at most that many tokens a call. space: every legal Config in a fixed
     order. plan: how it is called. work: for new tokens and lengths as in Case. inputs: operands of a case by schema
     name, with NaN wherever nothing may be read. tolerance: largest error relative to the largest output, by dtype.
+    few: tokens above which torch's library does as well or better and is taken, None where the kernel is best for any
+    number.
     """
 
     name: str
@@ -127,6 +129,7 @@ class KernelSpec(Generic[P, C]):
     cases: tuple[Case[P], ...]
     inputs: Callable[[Case[P], torch.Generator], dict[str, Any]]
     tolerance: Mapping[torch.dtype, float]
+    few: int | None = None
 
     def template(self, dialect: str) -> str:
         """Path of the template below the templates folder."""
@@ -149,8 +152,8 @@ def specs() -> tuple[AnySpec, ...]:
 
 
 def call_of(node: Node, phase: str) -> Call | None:
-    """The call that a graph node makes, or None if it calls no operation of the dialect."""
-    op = ops.find(node.target) if node.op == "call_function" else None
+    """The call that a graph node makes, or None if it calls no operation that kernels compute."""
+    op = ops.implements(node.target) if node.op == "call_function" else None
     if op is None:
         return None
     found = {}
@@ -158,6 +161,11 @@ def call_of(node: Node, phase: str) -> Call | None:
         given = argument(node, schema.name)
         found[schema.name] = value(given) if isinstance(given, Node) else given
     return Call(op, found, phase)
+
+
+def is_large(weight: Tensor) -> bool:
+    """Whether a linear layer with this weight is worth a launch of ours: half precision, and 1 MiB or more."""
+    return weight.dtype == torch.bfloat16 and weight.numel() * weight.element_size() >= 1 << 20
 
 
 def select(call: Call, dialect: str) -> tuple[AnySpec, Any] | Refused:

@@ -13,7 +13,7 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from deepinfer_compile.artifacts import cached
 from deepinfer_compile.errors import KernelTooLarge
 from deepinfer_compile.graph import target_name
 from deepinfer_compile.graphjson import to_json
-from deepinfer_compile.kernels import AnySpec, Call, Limits, Refused, call_of, choices, fields_of, select
-from deepinfer_compile.ops import SAMPLE
+from deepinfer_compile.kernels import AnySpec, Call, Limits, Refused, call_of, choices, fields_of, is_large, select
+from deepinfer_compile.ops import LINEAR, SAMPLE
 from deepinfer_compile.ops.sample import NUMBERS
 from deepinfer_compile.passbase import Pass
+from deepinfer_compile.runtime.kernel_blocks import LIBRARY
 from deepinfer_compile.targets.base import Job, Variant
 from deepinfer_compile.targets.triton_compiler import DIALECT, Kernel, TritonCompiler, missing_tools
 from deepinfer_compile.tuned import Chosen, Tuned
@@ -108,7 +109,7 @@ class _Made:
         unbound = self.unbound.setdefault(program, Counter())
         for node in gm.graph.nodes:
             call = call_of(node, program)
-            if call is None:
+            if call is None or (call.op is LINEAR and not is_large(call.arguments["weight"])):
                 if _computes(node):
                     left[node.name] = {"op": target_name(node), "reason": "ATen, run by torch"}
                 continue
@@ -119,14 +120,20 @@ class _Made:
                 continue
             spec, params = found
             names = [[c.upto, self._kernel(spec, params, c, compiler)] for c in self._choices(spec, params)]
+            names += [] if spec.few is None else [[None, LIBRARY]]
             kernels[node.name] = {"op": target_name(node), "kernel": spec.name, "choices": names}
             self.bound[program] = self.bound.get(program, 0) + 1
         return {"kernels": kernels, "left": left}
 
     def _choices(self, spec: AnySpec, params: Any) -> tuple[Chosen, ...]:
+        """In rising order of tokens; the last is for any number, or for as many as the kernel is best for."""
+        buckets = TOKENS if spec.few is None else tuple(n for n in TOKENS if n <= spec.few)
         if self.tuned is not None:
-            return self.tuned.choices(spec, params, TOKENS)
-        return tuple(Chosen(upto, config) for upto, config in choices(spec, params, self.target.limits, TOKENS))
+            found = self.tuned.choices(spec, params, buckets)
+        else:
+            limits = self.target.limits
+            found = tuple(Chosen(upto, config) for upto, config in choices(spec, params, limits, buckets))
+        return found if spec.few is None else (*found[:-1], replace(found[-1], upto=spec.few))
 
     def _kernel(self, spec: AnySpec, params: Any, chosen: Chosen, compiler: TritonCompiler) -> str:
         """The hash of the kernel for a choice, compiled; and where its configuration is from.

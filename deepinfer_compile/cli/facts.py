@@ -15,6 +15,7 @@ from deepinfer_compile.errors import BundleCorrupt, CompileError
 from deepinfer_compile.kernels import AnySpec, Case, specs
 from deepinfer_compile.runtime.batch import PAGE_SIZE, CacheGroup
 from deepinfer_compile.runtime.cuda_graphs import LADDER
+from deepinfer_compile.runtime.kernel_blocks import LIBRARY
 from deepinfer_compile.runtime.pages import demand, pages_for
 from deepinfer_compile.runtime.stored import Malformed, Stored, items, number, read_programs, record, table, text, whole
 from deepinfer_compile.targets import get_target
@@ -115,18 +116,26 @@ def describe_kernels(files: BundleFiles, programs: dict[str, Any]) -> list[dict[
                 place = {"target": target, "program": program, "block": block}
                 found = files.json(variant["blocks"][digest])["programs"][program]
                 for node, entry in found["kernels"].items():
-                    most = max((tokens for tokens, _ in entry["choices"] if tokens is not None), default=0)
-                    used = [
-                        {
-                            **_kernel(tokens, name, records[name], program, most),
-                            "tuned": _tuned(tuning, name, tokens),
-                        }
-                        for tokens, name in entry["choices"]
-                    ]
+                    used = _choices(entry["choices"], program, records, tuning)
                     rows.append({**place, "node": node, "op": entry["op"], "kernel": entry["kernel"], "choices": used})
                 for node, entry in found["left"].items():
                     rows.append({**place, "node": node, "op": entry["op"], "left": entry["reason"]})
     return rows
+
+
+def _choices(
+    given: list[tuple[int | None, str]], program: str, records: dict[str, Any], tuning: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """What a node has for which numbers of tokens: kernels, and a library where that is chosen."""
+    most = max((tokens for tokens, _ in given if tokens is not None), default=0)
+    found: list[dict[str, Any]] = []
+    for tokens, name in given:
+        if name == LIBRARY:
+            found.append({"tokens": tokens, "library": "torch"})
+            continue
+        made = _kernel(tokens, name, records[name], program, most)
+        found.append({**made, "tuned": _tuned(tuning, name, tokens)})
+    return found
 
 
 def _number(value: Any, where: str) -> None:

@@ -10,6 +10,8 @@ from deepinfer_compile.cli.show import plural
 def choice_words(choice: dict[str, Any]) -> str:
     """Tokens, config, registers a thread and shared memory of a choice in words."""
     upto = "more tokens" if choice["tokens"] is None else f"up to {plural(choice['tokens'], 'token')}"
+    if "library" in choice:
+        return f"{upto}: by {choice['library']}, whose library is as fast there or faster"
     config = " ".join(f"{key}={value}" for key, value in choice["config"].items())
     registers, shared, stack = (
         "/".join(str(n[key]) for n in choice["launches"]) for key in ("registers", "shared_bytes", "stack_bytes")

@@ -35,7 +35,7 @@ def measure(files: BundleFiles, rows: list[dict[str, Any]], open_kernel: Open | 
     known: dict[tuple[str, str, int, bool], dict[str, Any]] = {}
     for row in (r for r in rows if r["target"] in targets and "choices" in r):
         paths = files.manifest.variants[row["target"]]["kernels"]
-        for choice in row["choices"]:
+        for choice in (c for c in row["choices"] if "library" not in c):
             key = (row["target"], choice["hash"], choice["at"], row["program"] == "prefill")
             if key not in known:
                 path = paths[choice["hash"]]

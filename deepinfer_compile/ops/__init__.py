@@ -6,7 +6,7 @@ from deepinfer_compile.ops.latent import CACHED_LATENT_ATTENTION, LATENT_ATTENTI
 from deepinfer_compile.ops.moe import EXPERTS, ROUTE
 from deepinfer_compile.ops.norm import ADD_RMS_NORM, RMS_NORM, ROWS_RMS_NORM
 from deepinfer_compile.ops.project import LINEAR, OUTPUT_PROJECTION
-from deepinfer_compile.ops.registry import NAMESPACE, OPS, Op, Work, find
+from deepinfer_compile.ops.registry import NAMESPACE, OPS, Op, Work, find, implements
 from deepinfer_compile.ops.rope import COMPLEX_ROPE_TABLE, ROPE
 from deepinfer_compile.ops.sample import SAMPLE
 
@@ -32,4 +32,5 @@ __all__ = [
     "Op",
     "Work",
     "find",
+    "implements",
 ]

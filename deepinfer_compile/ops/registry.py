@@ -71,6 +71,12 @@ def find(target: object) -> Op | None:
     return OPS.get(target._schema.name.split("::", 1)[1])  # type: ignore[attr-defined]
 
 
+def implements(target: object) -> Op | None:
+    """The op of which a kernel can take the place of a node target: the dialect op behind it, or that of ATen's
+    linear."""
+    return OPS["linear"] if target is torch.ops.aten.linear.default else find(target)
+
+
 def size_bytes(*tensors: Tensor | None) -> int:
     """Bytes of the given tensors, None counting nothing."""
     return sum(int(t.numel()) * t.element_size() for t in tensors if t is not None)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from deepinfer_compile.runtime.drawing import Draw
+    from deepinfer_compile.runtime.drawing import Draw, Numbers
+    from deepinfer_compile.runtime.pages import Ints
 
 PAGE_SIZE = 64
 """Tokens in one cache page."""
@@ -80,5 +81,12 @@ class Executor(Protocol):
         """Run one step; return logits [N, vocab]. Writes the new tokens' cache rows.
 
         They are f32 on the host; with `draw`, of the model's type on its device, and good until the next step.
+        """
+        ...
+
+    def step_and_draw(self, inputs: StepInput, numbers: Numbers) -> tuple[Tensor, Ints]:
+        """Run one step and choose a token for each of its rows; as `step` and then `draw` would, in one go.
+
+        Only where there is a `draw`.
         """
         ...

@@ -1,47 +1,140 @@
 """Decode steps as CUDA graphs: one per number of requests of a short ladder, captured when it is first needed.
 
-A replay runs on tensors of its own, into which a step's inputs are copied, so that the host's part of a step does not
-grow with the model. A step with fewer requests than its graph is filled up with requests of length 0, whose tokens have
-no place in a cache (slot -1), are attended by nobody and whose logits nobody reads.
+A replay runs on tensors of its own, into which a step's inputs are copied at once, so that the host's part of a step
+does not grow with the model; where tokens are chosen on the device, that is the end of the graph, and only ids come
+back. A step with fewer requests than its graph is filled up with requests of length 0, whose tokens have no place in a
+cache (slot -1), are attended by nobody and whose logits nobody reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer_compile.ops.sample import NUMBERS
+from deepinfer_compile.runtime.batch import PAGE_SIZE
+from deepinfer_compile.runtime.drawing import Draw, Numbers
 from deepinfer_compile.runtime.executor import ProgramRunner
-from deepinfer_compile.runtime.pages import pages_for
+from deepinfer_compile.runtime.kernel_blocks import StepState
+from deepinfer_compile.runtime.pages import Ints
 
-LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Numbers of requests for which graphs are captured. Filling up costs at most half of a step's requests."""
+
+FIXED = ("rows", "query_start")
+"""One token a request: the same in every step."""
+_IDLE = {"slot_": -1, "context_hint": 1}
+"""What inputs hold where there is no request; 0 if they are not named here."""
 
 
 def bucket_of(requests: int) -> int | None:
-    """Requests of the smallest graph that holds as many, None above the ladder."""
+    """Requests of the smallest graph that takes a step, None where none is large enough."""
     return next((size for size in LADDER if size >= requests), None)
+
+
+class PackedInputs:
+    """Every input of a step in one piece of memory, on the host and on the device, so that a step costs one copy.
+
+    like: the inputs of some step. size: requests that there is room for. pages: columns of a block table.
+    """
+
+    def __init__(self, like: Mapping[str, Tensor], size: int, pages: int, device: torch.device) -> None:
+        shapes = {name: _room(name, size, pages, held) for name, held in like.items()}
+        bytes_of = {name: prod(shape) * like[name].element_size() for name, shape in shapes.items()}
+        starts = dict(zip(bytes_of, accumulate((_aligned(n) for n in bytes_of.values()), initial=0)))
+        total = sum(map(_aligned, bytes_of.values()))
+        self._host = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._there = torch.empty(total, dtype=torch.uint8, device=device)
+        # torch's indexing would cost more than the copy
+        self._given: dict[str, NDArray[Any]] = {}
+        self.inputs: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            piece = slice(starts[name], starts[name] + bytes_of[name])
+            self._given[name] = self._host[piece].view(like[name].dtype).view(shape).numpy()
+            self.inputs[name] = self._there[piece].view(like[name].dtype).view(shape)
+        for name, view in self._given.items():
+            if name in FIXED:
+                view[:] = np.arange(len(view))
+            else:
+                view.fill(-1 if name.startswith("block_table") else _idle(name))
+        self._there.copy_(self._host)
+        self._taken = torch.cuda.Event() if device.type == "cuda" else None
+
+    def fill(self, given: Mapping[str, NDArray[Any]]) -> None:
+        """Take a step's inputs, those that are not given stay; where there is no request, inputs are idle.
+
+        The copy is ordered before later kernels.
+        """
+        if self._taken is not None:
+            self._taken.synchronize()  # the last copy, of a step that nobody may have waited for
+        for name, held in given.items():
+            if name in FIXED:
+                continue
+            view = self._given[name]
+            if name.startswith("block_table"):
+                view[: held.shape[0], : held.shape[1]] = held
+                continue
+            count = held.shape[-1]
+            view[..., :count] = held
+            view[..., count:] = _idle(name)
+        self._there.copy_(self._host, non_blocking=True)
+        if self._taken is not None:
+            self._taken.record()
+
+
+def _idle(name: str) -> int:
+    return _IDLE.get(name.rstrip("0123456789"), 0)
+
+
+def _aligned(size: int) -> int:
+    """Bytes to the next start that any type and any wide load may have."""
+    return -(-size // 64) * 64
+
+
+def _room(name: str, size: int, pages: int, held: Tensor) -> tuple[int, ...]:
+    """The shape of an input for `size` requests."""
+    if name.startswith("block_table"):
+        return (size, pages)
+    if name == "query_start":
+        return (size + 1,)
+    return (1, size) if held.dim() == 2 else (size,)
 
 
 @dataclass(frozen=True)
 class _Captured:
+    """tokens: on the host, where they are when the replay has ended; none where nothing draws."""
+
     graph: Any
-    inputs: dict[str, Tensor]
+    packed: PackedInputs
     logits: Tensor
+    tokens: Tensor | None
 
 
 class DecodeGraphs:
-    """The graphs of one program, which must not wait for the device. max_model_len: longest context of a request."""
+    """Graphs of one program. max_model_len: the longest context, which sizes the block tables. state: what kernels
+    are chosen by. draw: what chooses tokens at the end of a step, if anything does."""
 
-    def __init__(self, program: ProgramRunner, device: torch.device, max_model_len: int) -> None:
-        self.program, self.device, self.pages = program, device, pages_for(max_model_len)
+    def __init__(
+        self, program: ProgramRunner, device: torch.device, max_model_len: int, state: StepState, draw: Draw | None
+    ) -> None:
+        self.program, self.device, self.pages = program, device, -(-max_model_len // PAGE_SIZE)
+        self.state, self.draw = state, draw
         self.captured: dict[int, _Captured] = {}
         self.pool: Any = None
 
-    def run(self, given: Mapping[str, Tensor]) -> Tensor | None:
-        """Logits of a step of one token a request, or None where no graph is large enough. given: on any device."""
+    def run(self, given: Mapping[str, Tensor], numbers: Numbers | None = None) -> tuple[Tensor, Ints | None] | None:
+        """Logits of a step of one token a request, and tokens drawn by `numbers`; None where no graph is large enough.
+
+        given: on the host. Without numbers nothing is drawn that anyone gets to see.
+        """
         requests = given["seq_len"].shape[0]
         size = bucket_of(requests)
         if size is None or given["rows"].shape[0] != requests:
@@ -49,46 +142,32 @@ class DecodeGraphs:
         if size not in self.captured:
             self.captured[size] = self._capture(size, given)
         found = self.captured[size]
-        for name, held in found.inputs.items():
-            _fill(name, held, given[name])
+        found.packed.fill({name: held.numpy() for name, held in given.items()} | dict(numbers or {}))
         found.graph.replay()
-        return found.logits[:requests]
+        if found.tokens is None or numbers is None:
+            return found.logits[:requests], None
+        torch.cuda.current_stream(self.device).synchronize()
+        return found.logits[:requests], found.tokens[:requests].numpy().copy()
 
     def _capture(self, size: int, given: Mapping[str, Tensor]) -> _Captured:
-        inputs = {name: self._room(name, size, held) for name, held in given.items()}
+        numbers = {name: torch.empty(1, dtype=dtype) for name, dtype in NUMBERS.items()} if self.draw else {}
+        self.state.tokens = size  # also when fewer come first: the graph is kept
+        packed = PackedInputs({**given, **numbers}, size, self.pages, self.device)
+        tokens = torch.empty(size, dtype=torch.int64, pin_memory=True) if self.draw else None
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            self.program.run(inputs)  # loads what is loaded at the first use, outside the graph
+            self._step(packed, tokens)  # loads what is loaded at the first use, outside the graph
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            logits = self.program.run(inputs)
+            logits = self._step(packed, tokens)
         self.pool = self.pool or graph.pool()
-        return _Captured(graph, inputs, logits)
+        return _Captured(graph, packed, logits, tokens)
 
-    def _room(self, name: str, size: int, held: Tensor) -> Tensor:
-        """An input for `size` requests, all of them of length 0."""
-        if name.startswith("block_table"):
-            return torch.full((size, self.pages), -1, dtype=held.dtype, device=self.device)
-        if name in ("rows", "query_start"):
-            count = size + (name == "query_start")
-            return torch.arange(count, dtype=held.dtype, device=self.device)
-        shape = (1, size) if held.dim() == 2 else (size,)
-        return torch.full(shape, _IDLE.get(name.rstrip("0123456789"), 0), dtype=held.dtype, device=self.device)
-
-
-_IDLE = {"slot_": -1, "context_hint": 1}
-"""What inputs hold where there is no request; 0 if they are not named here."""
-
-
-def _fill(name: str, room: Tensor, held: Tensor) -> None:
-    """Copy a step's input, and make idle what is left."""
-    if name in ("rows", "query_start"):
-        return  # one token a request: the same in every step
-    if name.startswith("block_table"):
-        room[: held.shape[0], : held.shape[1]].copy_(held, non_blocking=True)
-        return
-    count = held.shape[-1]
-    room[..., :count].copy_(held, non_blocking=True)
-    room[..., count:].fill_(_IDLE.get(name.rstrip("0123456789"), 0))
+    def _step(self, packed: PackedInputs, tokens: Tensor | None) -> Tensor:
+        logits = self.program.run(packed.inputs)
+        if self.draw is not None and tokens is not None:
+            drawn = self.draw.enqueue(logits, {name: packed.inputs[name] for name in NUMBERS})
+            tokens.copy_(drawn, non_blocking=True)
+        return logits

@@ -6,32 +6,33 @@ decides. Which of the two chooses is a matter of the request, never of its neigh
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deepinfer_compile.ops.sample import NUMBERS
 from deepinfer_compile.runtime.kernel_blocks import KernelRunner
 from deepinfer_compile.runtime.pages import Ints
 
-Floats = NDArray[np.float32]
+Numbers = Mapping[str, NDArray[Any]]
+"""Parameters of the draw, one number a row, by the names and types of `ops.sample.NUMBERS`."""
+WIDEST_FIRST = sorted(NUMBERS, key=lambda name: -NUMBERS[name].itemsize)
+"""So that each part of one piece of memory starts where its type may."""
 
 
 class Draw(Protocol):
     """Something that chooses tokens from logits on a device."""
 
-    def __call__(
-        self,
-        logits: Tensor,
-        temperature: Floats,
-        min_p: Floats,
-        top_k: NDArray[np.int32],
-        top_p: Floats,
-        noise: NDArray[np.float64],
-    ) -> Ints:
+    def __call__(self, logits: Tensor, numbers: Numbers) -> Ints:
         """A token per row of `logits` [N, vocab], as the operation `sample` says; -1 without a finite maximum."""
+        ...
+
+    def enqueue(self, logits: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
+        """The same on the device, i64[N], without waiting for it."""
         ...
 
 
@@ -41,23 +42,17 @@ class KernelDraw:
     def __init__(self, kernel: KernelRunner) -> None:
         self.kernel = kernel
 
-    def __call__(
-        self,
-        logits: Tensor,
-        temperature: Floats,
-        min_p: Floats,
-        top_k: NDArray[np.int32],
-        top_p: Floats,
-        noise: NDArray[np.float64],
-    ) -> Ints:
-        rows = len(noise)
-        # the widest first, so that each part starts where its type may
-        packed = np.concatenate([part.view(np.int32) for part in (noise, temperature, min_p, top_k, top_p)])
-        there = torch.from_numpy(packed).to(logits.device)
-        floats = [there[at * rows : (at + 1) * rows].view(torch.float32) for at in (2, 3, 5)]
-        operands = {"logits": logits, "noise": there[: 2 * rows].view(torch.float64)}
-        operands |= dict(zip(("temperature", "min_p", "top_p"), floats))
-        operands["top_k"] = there[4 * rows : 5 * rows]
-        ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        self.kernel(operands, (ids,))
-        return np.array(ids.cpu().numpy(), dtype=np.int64)
+    def __call__(self, logits: Tensor, numbers: Numbers) -> Ints:
+        rows = len(logits)
+        packed = np.concatenate([numbers[name].view(np.uint8) for name in WIDEST_FIRST])
+        there, at, parts = torch.from_numpy(packed).to(logits.device), 0, {}
+        for name in WIDEST_FIRST:
+            size = rows * NUMBERS[name].itemsize
+            parts[name] = there[at : at + size].view(NUMBERS[name])
+            at += size
+        return np.array(self.enqueue(logits, parts).cpu().numpy(), dtype=np.int64)
+
+    def enqueue(self, logits: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
+        ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        self.kernel({"logits": logits, **numbers}, (ids,))
+        return ids

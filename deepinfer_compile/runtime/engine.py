@@ -181,11 +181,19 @@ class Engine:
         for seat in plan.joined:
             self._sampler.join(self.scheduler.request(seat))
         batch = self.scheduler.batch(plan)
-        logits = self._executor.step(batch.inputs)
+        requests = [self.scheduler.request(seat) for seat in batch.sampled.tolist()]
+        index = np.array([len(request.output_ids) for request in requests], dtype=np.int64)
+        logits, drawn = self._run(batch, index)
         self.scheduler.advance(plan)
         self._score_prompts(batch, logits)
-        if len(batch.sampled):
-            self._sample(batch, logits)
+        if requests:
+            self._sample(batch, logits, requests, index, drawn)
+
+    def _run(self, batch: Batch, index: Ints) -> tuple[Tensor, Ints | None]:
+        """Logits of the step; and tokens, where the device can choose one for every row at once."""
+        if self._executor.draw is None or not len(index) or len(index) != len(batch.inputs.rows):
+            return self._executor.step(batch.inputs), None
+        return self._executor.step_and_draw(batch.inputs, self._sampler.numbers(batch.sampled, index))
 
     def _check(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         vocab = self._executor.vocab_size
@@ -207,13 +215,11 @@ class Engine:
             tokens = request.prompt[first : first + len(rows)]
             request.prompt_logprobs += score(logits, rows, tokens, request.params.prompt_logprobs or 0)
 
-    def _sample(self, batch: Batch, logits: Tensor) -> None:
-        """Choose a token for each request that is due one."""
-        requests = [self.scheduler.request(seat) for seat in batch.sampled.tolist()]
-        index = np.array([len(request.output_ids) for request in requests])
+    def _sample(self, batch: Batch, logits: Tensor, requests: list[Request], index: Ints, drawn: Ints | None) -> None:
+        """Choose a token for each request that is due one. index: tokens each has put out. drawn: of every row."""
         if len(batch.sampled_rows) != len(logits):
             logits = logits.index_select(0, torch.from_numpy(batch.sampled_rows).to(logits.device))
-        tokens = self._sampler.sample(logits, batch.sampled, index)
+        tokens = self._sampler.sample(logits, batch.sampled, index, drawn)
         self.scheduler.append(batch.sampled, tokens)
         self._score_outputs(requests, tokens, logits)
         for request, token in zip(requests, tokens.tolist()):

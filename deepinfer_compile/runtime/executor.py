@@ -17,8 +17,9 @@ from torch import Tensor
 
 from deepinfer_compile.errors import BundleCorrupt, WeightMismatch
 from deepinfer_compile.runtime.batch import CacheGroup, StepInput
-from deepinfer_compile.runtime.drawing import Draw
+from deepinfer_compile.runtime.drawing import Draw, Numbers
 from deepinfer_compile.runtime.kernel_blocks import StepState
+from deepinfer_compile.runtime.pages import Ints
 
 Runner = Callable[[list[Any]], Sequence[Any]]
 """Takes a block's inputs in order, gives its outputs in order."""
@@ -118,8 +119,11 @@ def _with_frees(calls: list[tuple[Runner, list[int], list[int]]], output: int, i
 class DecodeSteps(Protocol):
     """Something that runs decode steps faster."""
 
-    def run(self, given: Mapping[str, Tensor]) -> Tensor | None:
-        """Logits of a step, or None where it does not run it."""
+    def run(self, given: Mapping[str, Tensor], numbers: Numbers | None = None) -> tuple[Tensor, Ints | None] | None:
+        """Logits of a step, and of each row the token drawn by `numbers`; None where it does not run the step.
+
+        The step has ended when there are tokens.
+        """
         ...
 
 
@@ -175,6 +179,17 @@ class BundleExecutor:
 
     def step(self, inputs: StepInput) -> Tensor:
         """Run the program that fits; logits [N, vocab], see `Executor`."""
+        return self._step(inputs, None)[0]
+
+    def step_and_draw(self, inputs: StepInput, numbers: Numbers) -> tuple[Tensor, Ints]:
+        """See `Executor`."""
+        if self.draw is None:
+            raise AssertionError("nothing draws on this device")
+        logits, tokens = self._step(inputs, numbers)
+        return logits, self.draw(logits, numbers) if tokens is None else tokens
+
+    def _step(self, inputs: StepInput, numbers: Numbers | None) -> tuple[Tensor, Ints | None]:
+        """Logits, and tokens if they were drawn within the step."""
         self.state.tokens = inputs.input_ids.shape[0]
         name = self.choose(self.state.tokens, inputs.seq_len.shape[0])
         given = {
@@ -189,8 +204,9 @@ class BundleExecutor:
             given[f"block_table_{g}"] = meta.block_table
             given[f"slot_{g}"] = meta.slot
         with torch.no_grad():
-            made = self.graphs.run(given) if self.graphs is not None and name == "decode" else None
+            made = self.graphs.run(given, numbers) if self.graphs is not None and name == "decode" else None
             if made is None:
                 there = {key: held.to(self.device, non_blocking=True) for key, held in given.items()}
-                made = self.programs[name].run(there)
-            return made.float().cpu() if self.draw is None else made
+                made = self.programs[name].run(there), None
+        logits, tokens = made
+        return (logits.float().cpu() if self.draw is None else logits), tokens

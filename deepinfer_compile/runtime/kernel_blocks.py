@@ -71,15 +71,19 @@ def kernel_block(
     targets = {n["name"]: n["target"] for n in graph["nodes"] if n["op"] == "call"}
     replaced = {}
     for name, entry in block["programs"][program]["kernels"].items():
-        op = ops.find(resolve(targets[name], path)) if name in targets else None
-        if op is None:
+        target = resolve(targets[name], path) if name in targets else None
+        op = ops.implements(target)
+        if op is None or target is None:
             raise BundleCorrupt(file=path, reason=f"node {name[:80]!r} calls no operation that kernels compute")
-        choices = [(_upto(c, path), kernel(c[1], path)) for c in entry["choices"]]
+        choices = [(_upto(c, path), kernel(c[1], path) if c[1] != LIBRARY else None) for c in entry["choices"]]
         if choices[-1][0] is not None:
             raise BundleCorrupt(file=path, reason=f"node {name[:80]!r} has no kernel for any number of tokens")
-        replaced[name] = _call(op, choices, state)
+        replaced[name] = _call(op, choices, state, target)
     return GraphFunction(graph, path, replaced, device)
 
+
+LIBRARY = "library"
+"""A choice that is no kernel of ours: the operation that the graph names, run by torch."""
 
 WAITING = ("cached_attention", "cached_latent_attention", "experts")
 """Operations whose references read sizes back from the device."""
@@ -113,12 +117,16 @@ def _checked(form: Callable[[Any, str], None], value: Any, path: str) -> None:
         raise BundleCorrupt(file=path, reason=str(error)) from None
 
 
-def _call(op: Op, choices: Sequence[tuple[int | None, KernelRunner]], state: StepState) -> Callable[..., Any]:
-    """The operation, computed by the kernel for the tokens of the step."""
+def _call(
+    op: Op, choices: Sequence[tuple[int | None, KernelRunner | None]], state: StepState, library: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The operation, computed by the kernel for the tokens of the step, or as the graph names it."""
     names = [a.name for a in op.overload._schema.arguments]
 
     def call(*args: Any, **kwargs: Any) -> Any:
         kernel = next(k for upto, k in choices if upto is None or state.tokens <= upto)
+        if kernel is None:
+            return library(*args, **kwargs)
         given = dict(zip(names, args)) | kwargs
         made = op.fake(*args, **kwargs)  # on real operands: memory of the right shape
         kernel(

@@ -113,16 +113,17 @@ def open_executor(
         bound = {block: runners.get(digest, name) for block, digest in data["blocks"].items()}
         programs[name] = ProgramRunner(data, bound, held, file)
     model = files.manifest.model
+    limit, draw = int(model["max_model_len"]), runners.draw()
     executor = BundleExecutor(
         programs,
         model["windows"],
         int(model["vocab_size"]),
-        int(model["max_model_len"]),
+        limit,
         float(model["crossover"]),
         device,
         runners.state,
-        runners.graphs(int(model["max_model_len"])),
-        runners.draw(),
+        runners.graphs(limit, draw),
+        draw,
     )
     return executor, held
 
@@ -288,13 +289,13 @@ class _Runners:
             raise BundleCorrupt(file=path, reason="the manifest names it to choose tokens, and it does something else")
         return KernelDraw(kernel)
 
-    def graphs(self, max_model_len: int) -> Callable[[ProgramRunner], DecodeSteps] | None:
+    def graphs(self, max_model_len: int, draw: Draw | None) -> Callable[[ProgramRunner], DecodeSteps] | None:
         """What captures decode steps, where every operation that waits for the device has a kernel."""
         if self.device.type != "cuda" or "decode" in self.waiting:
             return None
         from deepinfer_compile.runtime.cuda_graphs import DecodeGraphs
 
-        return lambda program: DecodeGraphs(program, self.device, max_model_len)
+        return lambda program: DecodeGraphs(program, self.device, max_model_len, self.state, draw)
 
     def _graph(self, digest: str) -> Runner:
         return _all_results(GraphFunction(self.stored.graphs[digest], block_file(digest)))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from deepinfer_compile.runtime.drawing import Draw
+from deepinfer_compile.runtime.drawing import Draw, Numbers
 from deepinfer_compile.runtime.pages import Ints
 from deepinfer_compile.runtime.penalties import PenaltyCounts
 from deepinfer_compile.runtime.request import Request, Scored
@@ -63,16 +63,19 @@ class Sampler:
         if params.penalised:
             self._penalties[seat] = PenaltyCounts(params, request.prompt, request.output_ids)
 
-    def sample(self, logits: Tensor, seats: Ints, index: Ints) -> Ints:
+    def sample(self, logits: Tensor, seats: Ints, index: Ints, drawn: Ints | None = None) -> Ints:
         """Choose a token per row of `logits` [N, vocab]; -1 where the row has no finite maximum (NaN, infinity).
 
-        seats: i64[N]. index: i64[N], how many tokens each request has put out before. `logits` is not changed, and
-        is f32 where there is no `draw`.
+        seats: i64[N]. index: i64[N], how many tokens each request has put out before. drawn: what the device chose by
+        `numbers` already. `logits` is not changed, and is f32 where there is no `draw`.
         """
         if not len(seats):
             return np.zeros(0, dtype=np.int64)
         there = self._there
-        tokens = best(logits) if there is None else self._choose_there(there, logits, seats, index)
+        if drawn is not None:
+            tokens = drawn
+        else:
+            tokens = best(logits) if there is None else there(logits, self.numbers(seats, index))
         edited = self._penalised[seats] | (index < self._min_tokens[seats])
         special = np.flatnonzero(edited if there is not None else edited | self._random[seats])
         if special.size:
@@ -81,12 +84,15 @@ class Sampler:
         self._count(seats, tokens)
         return tokens
 
-    def _choose_there(self, draw: Draw, logits: Tensor, seats: Ints, index: Ints) -> Ints:
-        """Tokens of all rows as if none were penalised or kept from ending."""
-        temperature = np.where(self._random[seats], self._temperature[seats], np.float32(0))
-        top_k = self._top_k[seats].clip(max=2**31 - 1).astype(np.int32)
-        top_p = self._top_p[seats].astype(np.float32)
-        return draw(logits, temperature, self._min_p[seats], top_k, top_p, uniform(self._seed[seats], index))
+    def numbers(self, seats: Ints, index: Ints) -> Numbers:
+        """Parameters with which a `Draw` chooses all rows' tokens, as if none were penalised or kept from ending."""
+        return {
+            "temperature": np.where(self._random[seats], self._temperature[seats], np.float32(0)),
+            "min_p": self._min_p[seats],
+            "top_k": self._top_k[seats].clip(max=2**31 - 1).astype(np.int32),
+            "top_p": self._top_p[seats].astype(np.float32),
+            "noise": uniform(self._seed[seats], index),
+        }
 
     def _choose(self, logits: Tensor, rows: Ints, seats: Ints, index: Ints) -> Ints:
         """Tokens for the rows that need more than their maximum."""

@@ -2,7 +2,8 @@
 
 Libraries choose their tiles for many rows; with a handful, what counts is that every core has enough of the weight in
 flight. Narrow tiles give wide layers that many programs, and layers too narrow for that are split over their terms,
-the parts added in a fixed order by a second launch.
+the parts added in a fixed order by a second launch. A single token leaves the matrix units out: whole rows of the
+weight are multiplied and added up as they come, which needs no parts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, Lau
 DTYPES = (torch.float32, torch.bfloat16)
 BLOCK_T = 16
 """Tokens of a tile: the least that the matrix units take."""
+FEW = 4
+"""Tokens up to which this beats a library."""
+HELD = 128
+"""Products that a thread adds up side by side."""
 JOINED = 512
 LEAST_TERMS = 1024
 """Terms of a part, below which its beginning and end cost more than what it reads."""
@@ -59,7 +64,8 @@ class Params:
 
 @dataclass(frozen=True)
 class Config:
-    """block_n: weight rows of a tile. block_k: terms read at a time. split: parts of the terms, a power of two."""
+    """block_t: tokens of a tile, 1 for a token a program without matrix units. block_n: weight rows of a tile.
+    block_k: terms read at a time. split: parts of the terms, a power of two."""
 
     block_t: int
     block_n: int
@@ -89,11 +95,15 @@ def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
     tile = (config.block_t + config.block_n) * config.block_k * params.dtype.itemsize
     parts = config.split == 1 or params.terms // config.split >= min(LEAST_TERMS, config.block_k)
     fits = tile * config.num_stages <= limits.shared_bytes and config.num_warps <= limits.max_warps
-    return fits and parts and config.block_k <= max(16, next_power_of_2(params.terms))
+    held = config.block_n * config.block_k // (32 * config.num_warps)
+    light = config.block_t > 1 or held <= HELD
+    return fits and parts and light and config.block_k <= max(16, next_power_of_2(params.terms))
 
 
 def default(params: Params, limits: Limits, tokens: int) -> Config:
-    """The widest tile with which programs fill the cores one and a half times."""
+    """The widest tile with which programs fill the cores one and a half times; for one token, long rows."""
+    if tokens == 1:
+        return _single(params, limits)
     wanted = limits.cores * 3 // 2
     for block_n in (64, 32, 16):
         programs = -(-params.lines // block_n)
@@ -107,13 +117,20 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
     raise ValueError(f"no tile of {params} fits {limits.shared_bytes} bytes")
 
 
+def _single(params: Params, limits: Limits) -> Config:
+    most = max(16, next_power_of_2(params.terms))
+    block_k = next((k for k in (1024, 512, 256) if params.terms % k == 0), min(1024, most))
+    block_n = next((n for n in (8, 4, 2) if -(-params.lines // n) >= limits.cores), 1)
+    return Config(1, block_n, block_k, 1, max(1, min(4, block_n * block_k // 512, limits.max_warps)), 1)
+
+
 def space(params: Params, limits: Limits) -> Iterator[Config]:
-    """Every legal Config in a fixed order."""
-    for n, k, split, warps, stages in product(
-        (16, 32, 64, 128), (16, 32, 64, 128, 256), (1, 2, 4, 8, 16), (2, 4, 8), (1, 2, 3, 4)
-    ):
-        config = Config(BLOCK_T, n, k, split, warps, stages)
-        if _is_legal(params, config, limits):
+    """Every legal Config in a fixed order; of terms, none that would leave most of a row's read unused."""
+    least = min(64, next_power_of_2(params.terms))
+    tiles = product((BLOCK_T,), (16, 32, 64, 128), (16, 32, 64, 128, 256), (1, 2, 4, 8, 16), (2, 4, 8), (1, 2, 3, 4))
+    rows = product((1,), (1, 2, 4, 8, 16), (16, 64, 256, 512, 1024), (1, 2, 4), (1, 2, 4, 8), (1, 3))
+    for config in (Config(*values) for values in chain(rows, tiles)):
+        if config.block_k >= least and _is_legal(params, config, limits):
             yield config
 
 
@@ -174,6 +191,8 @@ CASES = (
     _case("one", 2, terms=1, lines=1, align=1),
     _case("odd", 3, terms=130, lines=67, biased=True, align=1),
     _case("even", 16, terms=256, lines=64, **BF16),
+    _case("single", 1, terms=300, lines=37, biased=True, align=1),
+    _case("row", 1, terms=2048, lines=520, **BF16),
     _case("many", 33, terms=40, lines=24, biased=True, **BF16),
     _case("split", 5, terms=2100, lines=40, align=2),
     _case("narrow", 1, terms=4096, lines=48, biased=True, **BF16),
@@ -196,5 +215,6 @@ SPECS = (
         cases=CASES,
         inputs=inputs,
         tolerance={torch.float32: 5e-6, torch.bfloat16: 2**-7},
+        few=FEW,
     ),
 )

@@ -182,7 +182,7 @@ def inputs(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
     """Rows in a larger tensor of NaN, as far apart as `align` allows."""
     params = case.params
     gap = ((params.size // params.align) | 1) + 2
-    rows = (1, sum(case.lengths)) if params.leading == 1 else (1, sum(case.new) // HEADS, HEADS)
+    rows = (1, sum(case.new)) if params.leading == 1 else (1, sum(case.new) // HEADS, HEADS)
 
     def random(*shape: int, dtype: torch.dtype = params.dtype) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)

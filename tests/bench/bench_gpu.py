@@ -2,7 +2,8 @@
 
 `python -m tests.bench.bench_gpu --out DIR` measures what DIR does not hold yet, a process a section, and prints the
 table. `... SECTION ...` measures these sections and prints their rows: latent, experts, decode:BATCH:CACHE[:WHO ...],
-prefill:TOKENS[:WHO ...], bundle[:BATCH ...]. `... --table DIR` prints the table of what DIR holds.
+prefill:TOKENS[:WHO ...], generate:BATCH[:WHO ...], bundle[:BATCH ...]. `... --table DIR` prints the table of what DIR
+holds.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ SECTIONS = (
     "decode:1:4096",
     "prefill:8192",
     "prefill:2048",
+    "generate:64",
     "bundle:1:16:64",
     "latent",
     "experts",
@@ -51,12 +53,14 @@ GOALS = {
 def run(section: str, rows: Rows, built: Any = None) -> Any:
     """Measure one section. Returns the model if one was made, for the next section."""
     name, *rest = section.split(":")
-    if name in ("decode", "prefill", "bundle") and built is None:
+    if name in ("decode", "prefill", "generate", "bundle") and built is None:
         built = gpu_model.build()
     if name == "decode":
         gpu_model.decode(rows, built, int(rest[0]), int(rest[1]), rest[2:])
     elif name == "prefill":
         gpu_model.prefill(rows, built, int(rest[0]), rest[1:])
+    elif name == "generate":
+        gpu_model.generate(rows, built, int(rest[0]), rest[1:])
     elif name == "bundle":
         gpu_bundle.bundle(rows, built, [int(n) for n in rest] or [1, 16, 64])
     elif name == "latent":

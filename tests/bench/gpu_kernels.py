@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,12 +29,15 @@ def graphed(run: Callable[[], Any], repeat: int = 1) -> float:
     return GraphTimer().repeated(run, repeat).us
 
 
-def measure(spec: AnySpec, params: Any, config: Any, given: dict[str, Any]) -> dict[str, float]:
-    """Microseconds of each launch, and of all."""
+def measure(
+    spec: AnySpec, params: Any, config: Any, given: dict[str, Any], together: Sequence[str] = ()
+) -> dict[str, float]:
+    """Microseconds of each launch alone, of those named `together` in one graph, and of all."""
     tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
     call = jit_call(spec, params, config, tensors)
     found = {name: graphed(run) for name, run in call.launches}
-    return {**found, "all": graphed(call)}
+    some = [run for name, run in call.launches if name in together]
+    return {**found, "together": graphed(lambda: [run() for run in some]) if some else 0.0, "all": graphed(call)}
 
 
 def latent_case(heads: int, lengths: tuple[int, ...]) -> tuple[AnySpec, Any, dict[str, Any]]:
@@ -78,10 +81,10 @@ def latent(rows: Rows) -> None:
         drawn = torch.randint(keys // 4, keys + 1, (batch,), generator=torch.Generator().manual_seed(1)).tolist()
         for which, lengths in (("", [keys] * batch), (" of S/4 to S", drawn)):
             spec, params, given = latent_case(heads, tuple(lengths))
-            times = measure(spec, params, spec.default(params, limits, batch), given)
+            times = measure(spec, params, spec.default(params, limits, batch), given, ("attend", "merge"))
             row = params.latent + params.rope
             moved, flops = sum(lengths) * row * 2, 2.0 * sum(lengths) * heads * (row + params.latent)
-            us = times["attend"] + times.get("merge", 0.0)
+            us = times.pop("together")
             note = "  ".join(f"{name} {found:.1f}" for name, found in times.items())
             if (peer := flashinfer(params, given)) is not None:
                 work = f"latent B {batch} H {heads} S {keys}{which}"
@@ -120,5 +123,6 @@ def experts(rows: Rows) -> None:
         work, sizes = f"experts T {tokens}", {"moved": hit * 3 * 7168 * 2048 * 2, "flops": 48.0 * tokens * 7168 * 2048}
         rows.add(work, "torch._grouped_mm", graphed(partial(grouped, x, ids, weights, w13, w2)), **sizes)
         times = measure(spec, params, spec.default(params, limits, tokens), given)
+        del times["together"]
         note = f"{hit} hit  " + "  ".join(f"{name} {us:.1f}" for name, us in times.items())
         rows.add(work, "ours", times["all"], note=note, **sizes)

@@ -13,6 +13,8 @@ from deepinfer_compile.backend import counters, deepinfer, executed
 from tests.bench.gpu_rows import Rows
 
 STEPS = 64
+LONGEST, NEW = 1000, 128
+"""Of `generate`: tokens of the longest prompt, and new ones."""
 
 
 def config(vocabulary: int = 32768) -> Any:
@@ -133,6 +135,40 @@ def decode(rows: Rows, built: Any, batch: int, length: int, names: Sequence[str]
         rows.add(f"decode B {batch} cache {length}", name, statistics.median(times), moved=moved, note=note)
         if name.startswith("ours"):
             print(f"  {dict(counters)} {dict(executed)}", flush=True)
+
+
+def generate(rows: Rows, built: Any, batch: int, names: Sequence[str]) -> None:
+    """Microseconds a new token of `model.generate`, prompts included: left-padded ones of 17 to 1000 tokens, a static
+    cache of 4096, greedy. The first call, which compiles, is not counted."""
+    from transformers import CompileConfig, StaticCache
+
+    lengths = torch.linspace(17, LONGEST, batch).round().int().tolist()
+    ids = torch.randint(3, 1000, (batch, LONGEST), device="cuda")
+    mask = torch.stack([torch.arange(LONGEST, device="cuda") >= LONGEST - n for n in lengths]).long()
+    ways = {"Inductor": {"backend": "inductor"}, "ours": {"backend": deepinfer}}
+    made: dict[str, Any] = {}
+    for name in names or ways:
+        torch._dynamo.reset()
+        built.__dict__.pop("_compiled_call", None)
+        how = {"attention_mask": mask, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        how["compile_config"] = CompileConfig(mode="default", fullgraph=False, **ways[name])
+        for count in (8, NEW, NEW):
+            cache = StaticCache(config=built.config, max_cache_len=4096)
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            made[name] = built.generate(ids, past_key_values=cache, max_new_tokens=count, min_new_tokens=count, **how)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - begin
+        other = made.get("Inductor")
+        same = "" if other is None or name == "Inductor" else f"{_alike(made[name], other)} tokens as Inductor's, "
+        if name == "ours":
+            same += f"{dict(executed)}"
+        rows.add(f"generate B {batch}, {NEW} tokens", name, seconds / NEW * 1e6, note=same)
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> str:
+    fresh = (one == other)[:, LONGEST:]
+    return f"{int(fresh.sum())} of {fresh.numel()}"
 
 
 def prefill(rows: Rows, built: Any, tokens: int, names: Sequence[str]) -> None:

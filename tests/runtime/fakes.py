@@ -85,6 +85,10 @@ class HashExecutor:
             out[hit, 3] = np.nan
         return torch.from_numpy(out)
 
+    def step_and_draw(self, inputs: StepInput, numbers) -> tuple[torch.Tensor, np.ndarray]:
+        logits = self.step(inputs)
+        return logits, self.draw(logits, numbers)
+
     @staticmethod
     def _seen(cache, table, group: CacheGroup, length: int, new: int, column: int) -> np.ndarray:
         """For each of the newest `new` positions, the sum of what it may see."""

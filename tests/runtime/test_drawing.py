@@ -126,7 +126,7 @@ def test_parameters_reach_the_kernel_as_the_operation_takes_them(kernel: Kernel)
         "top_p": np.array([1, 0.9, 0.25], dtype=np.float32),
         "noise": np.array([0, 0.3, 1 - 2.0**-53]),
     }
-    made = KernelDraw(spy)(logits, *numbers.values())
+    made = KernelDraw(spy)(logits, numbers)
     assert made.dtype == np.int64
     assert taken["logits"] is logits
     for name, wanted in numbers.items():
