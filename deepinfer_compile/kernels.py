@@ -157,8 +157,9 @@ def call_of(node: Node, phase: str) -> Call | None:
     if op is None:
         return None
     found = {}
-    for schema in op.overload._schema.arguments:
-        given = argument(node, schema.name)
+    theirs = node.target._schema.arguments  # type: ignore[union-attr]
+    for schema, own in zip(op.overload._schema.arguments, theirs, strict=True):
+        given = argument(node, own.name)
         found[schema.name] = value(given) if isinstance(given, Node) else given
     return Call(op, found, phase)
 

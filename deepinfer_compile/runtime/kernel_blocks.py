@@ -122,12 +122,14 @@ def _call(
 ) -> Callable[..., Any]:
     """The operation, computed by the kernel for the tokens of the step, or as the graph names it."""
     names = [a.name for a in op.overload._schema.arguments]
+    needed = sum(not a.has_default_value() for a in op.overload._schema.arguments)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         kernel = next(k for upto, k in choices if upto is None or state.tokens <= upto)
         if kernel is None:
             return library(*args, **kwargs)
         given = dict(zip(names, args)) | kwargs
+        args += (None,) * (needed - len(args) - len(kwargs))  # ATen's own defaults that the dialect has not
         made = op.fake(*args, **kwargs)  # on real operands: memory of the right shape
         kernel(
             {name: held for name, held in given.items() if isinstance(held, Tensor)},

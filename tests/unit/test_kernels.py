@@ -242,6 +242,22 @@ def test_a_call_has_the_arguments_of_its_node_by_name() -> None:
     assert call_of(x, "verify") is None
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_atens_linear_is_a_call_of_ours(biased: bool) -> None:
+    graph = torch.fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("x", "w", "b")[: 2 + biased]]
+    for node, shape in zip(inputs, ((1, 2, 8), (4, 8), (4,))):
+        node.meta["val"] = torch.ones(shape)
+    call = call_of(graph.call_function(torch.ops.aten.linear.default, tuple(inputs)), "decode")
+    assert call is not None
+    assert call.op is ops.LINEAR
+    held = [n.meta["val"] for n in inputs] + [None] * (not biased)
+    assert call.arguments == dict(zip(("x", "weight", "bias"), held))
+    params = next(s for s in specs() if s.op is ops.LINEAR).bind(call)
+    assert not isinstance(params, Refused)
+    assert (params.terms, params.lines, params.biased) == (8, 4, biased)
+
+
 def test_alignment_is_what_offsets_and_strides_prove() -> None:
     whole = torch.empty(4, 64)
     assert alignment(whole, None) == 16
