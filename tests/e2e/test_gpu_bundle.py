@@ -64,16 +64,19 @@ def test_tokens_are_drawn_on_the_device(dtype: torch.dtype, tmp_path: Path, monk
     drawn = [SamplingParams(**{"seed": i, "max_tokens": COUNT, "ignore_eos": True, **p}) for i, p in enumerate(kinds)]
     given = prompts(lengths=LENGTHS)
     llm: Any = dc.load(tmp_path / "bundle", target=here(), max_num_seqs=7)
-    calls: list[int] = []
-    kernel = llm.engine._executor.draw.kernel
+    rows: list[int] = []
+    executor = llm.engine._executor
+    whole = executor.step_and_draw
 
-    def counting(operands: Any, results: Any) -> None:
-        calls.append(len(operands["logits"]))
-        kernel(operands, results)
+    def counting(inputs: Any, numbers: Any) -> Any:
+        logits, tokens = whole(inputs, numbers)
+        rows.append(len(tokens))
+        return logits, tokens
 
-    monkeypatch.setattr(llm.engine._executor.draw, "kernel", counting)
+    monkeypatch.setattr(executor, "step_and_draw", counting)
     there = [o.outputs[0].token_ids for o in llm.generate(given, drawn)]
-    assert sum(calls) == len(given) * COUNT
+    assert sum(rows) == len(given) * COUNT
+    assert executor.graphs.captured[8].tokens is not None
     if dtype == torch.float32:  # a library's products may round differently in another batch, in bf16 visibly
         assert there[2] == llm.generate([given[2]], [drawn[2]])[0].outputs[0].token_ids
     host: Any = dc.load(tmp_path / "bundle", target=here(), max_num_seqs=7)
