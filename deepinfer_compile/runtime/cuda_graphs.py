@@ -66,15 +66,12 @@ class PackedInputs:
             else:
                 view.fill(-1 if name.startswith("block_table") else _idle(name))
         self._there.copy_(self._host)
-        self._taken = torch.cuda.Event() if device.type == "cuda" else None
 
     def fill(self, given: Mapping[str, NDArray[Any]]) -> None:
         """Take a step's inputs, those that are not given stay; where there is no request, inputs are idle.
 
-        The copy is ordered before later kernels.
+        The copy is ordered before later kernels; it must have ended before the next call.
         """
-        if self._taken is not None:
-            self._taken.synchronize()  # the last copy, of a step that nobody may have waited for
         for name, held in given.items():
             if name in FIXED:
                 continue
@@ -84,10 +81,9 @@ class PackedInputs:
                 continue
             count = held.shape[-1]
             view[..., :count] = held
-            view[..., count:] = _idle(name)
+            if count < view.shape[-1]:
+                view[..., count:] = _idle(name)
         self._there.copy_(self._host, non_blocking=True)
-        if self._taken is not None:
-            self._taken.record()
 
 
 def _idle(name: str) -> int:
@@ -128,6 +124,7 @@ class DecodeGraphs:
         self.program, self.device, self.pages = program, device, -(-max_model_len // PAGE_SIZE)
         self.state, self.draw = state, draw
         self.captured: dict[int, _Captured] = {}
+        self.running = False  # a step that nobody here has waited for
         self.pool: Any = None
 
     def run(self, given: Mapping[str, Tensor], numbers: Numbers | None = None) -> tuple[Tensor, Ints | None] | None:
@@ -142,11 +139,16 @@ class DecodeGraphs:
         if size not in self.captured:
             self.captured[size] = self._capture(size, given)
         found = self.captured[size]
+        stream = torch.cuda.current_stream(self.device)
+        if self.running:
+            stream.synchronize()
         found.packed.fill({name: held.numpy() for name, held in given.items()} | dict(numbers or {}))
         found.graph.replay()
+        self.running = True
         if found.tokens is None or numbers is None:
             return found.logits[:requests], None
-        torch.cuda.current_stream(self.device).synchronize()
+        stream.synchronize()
+        self.running = False
         return found.logits[:requests], found.tokens[:requests].numpy().copy()
 
     def _capture(self, size: int, given: Mapping[str, Tensor]) -> _Captured:

@@ -56,14 +56,15 @@ class PagePool:
 
 
 class GroupTable:
-    """Pages of one cache group. table: i32[seats, pages of max_model_len], -1 where there is none."""
+    """Pages of one cache group. table: i32[seats, pages of max_model_len], -1 where there is none. reach: positions
+    before its own that a query may read, None for all."""
 
     def __init__(self, group: CacheGroup, pages: int, seats: int, max_model_len: int, backtrack: int) -> None:
         self.pool = PagePool(pages)
         self.table = np.full((seats, pages_for(max_model_len)), -1, dtype=np.int32)
         self._first = np.zeros(seats, dtype=np.int64)
         self._end = np.zeros(seats, dtype=np.int64)
-        self._reach = group.window - 1 + backtrack if group.window else None
+        self.reach = group.window - 1 + backtrack if group.window else None
 
     def reset(self) -> None:
         """Take back the pages of all seats."""
@@ -87,9 +88,9 @@ class GroupTable:
 
     def trim(self, seats: Ints, start: Ints) -> None:
         """Give back the pages that no query at position `start` or later reads."""
-        if self._reach is None:
+        if self.reach is None:
             return
-        first = np.maximum(start - self._reach, 0) // PAGE_SIZE
+        first = np.maximum(start - self.reach, 0) // PAGE_SIZE
         count = np.minimum(first, self._end[seats]) - self._first[seats]
         if count.max(initial=0) <= 0:
             return

@@ -12,6 +12,7 @@ device (`drawing.py`), rows come to the host only where penalties, min_tokens or
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,10 +47,12 @@ class Sampler:
         self._end_ids: dict[int, NDArray[np.int64]] = {}
         self._penalties: dict[int, PenaltyCounts] = {}
         self._penalised = np.zeros(seats, dtype=bool)
+        self._kept: tuple[Ints, dict[str, NDArray[Any]], bool] | None = None
 
     def join(self, request: Request) -> None:
         """Take over the parameters of a request that has got a seat, perhaps again."""
         seat, params = request.seat, request.params
+        self._kept = None
         self._random[seat] = not params.greedy
         self._seed[seat] = request.seed
         self._temperature[seat] = params.temperature
@@ -86,13 +89,17 @@ class Sampler:
 
     def numbers(self, seats: Ints, index: Ints) -> Numbers:
         """Parameters with which a `Draw` chooses all rows' tokens, as if none were penalised or kept from ending."""
-        return {
-            "temperature": np.where(self._random[seats], self._temperature[seats], np.float32(0)),
-            "min_p": self._min_p[seats],
-            "top_k": self._top_k[seats].clip(max=2**31 - 1).astype(np.int32),
-            "top_p": self._top_p[seats].astype(np.float32),
-            "noise": uniform(self._seed[seats], index),
-        }
+        if self._kept is None or self._kept[0] is not seats:
+            random = self._random[seats]
+            fixed: dict[str, NDArray[Any]] = {
+                "temperature": np.where(random, self._temperature[seats], np.float32(0)),
+                "min_p": self._min_p[seats],
+                "top_k": self._top_k[seats].clip(max=2**31 - 1).astype(np.int32),
+                "top_p": self._top_p[seats].astype(np.float32),
+            }
+            self._kept = seats, fixed, bool(random.any())
+        _, fixed, drawn = self._kept
+        return {**fixed, "noise": uniform(self._seed[seats], index) if drawn else np.zeros(len(seats))}
 
     def _choose(self, logits: Tensor, rows: Ints, seats: Ints, index: Ints) -> Ints:
         """Tokens for the rows that need more than their maximum."""

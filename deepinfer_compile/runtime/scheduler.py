@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from deepinfer_compile.runtime.batch import PAGE_SIZE, GroupMeta, StepInput
 from deepinfer_compile.runtime.pages import Ints, Pages, pages_for
 from deepinfer_compile.runtime.request import Request
+from deepinfer_compile.runtime.steady import Steady
 
 SCORING_TOKENS = 256
 """Most prompt tokens of requests with prompt_logprobs in one step: each needs a row of logits over the vocabulary."""
@@ -78,6 +79,7 @@ class Scheduler:
         self._free = list(range(self._seats - 1, -1, -1))
         self._running = np.zeros(0, dtype=np.int64)
         self._feed: dict[int, Ints] = {}
+        self._kept: tuple[Plan, Steady] | None = None
 
     @property
     def running(self) -> int:
@@ -107,6 +109,8 @@ class Scheduler:
 
         Tables are final after this call; `advance` must follow when the step has run.
         """
+        if self._kept is not None and not self.waiting and self._is_steady(*self._kept):
+            return self._kept[0]
         seats = self._running
         count = self._grant(seats)
         self.pages.trim(seats, self._done[seats])
@@ -134,6 +138,9 @@ class Scheduler:
     def batch(self, plan: Plan) -> Batch:
         """The executor's input for a plan (before `advance`)."""
         seats, count = plan.seats, plan.count
+        if self._kept is not None and plan is self._kept[0]:
+            inputs = self._kept[1].step(self._done[seats], self._newest[seats])
+            return Batch(inputs, sampled=seats, sampled_rows=inputs.rows.numpy(), scored=[])
         start = self._done[seats]
         ends = np.cumsum(count)
         begins = ends - count
@@ -154,12 +161,22 @@ class Scheduler:
             context_hint=torch.from_numpy(np.maximum(self._prompt[seat], position + 1)),
             groups=self._metas(seats, int((start + count).max()), seat, position),
         )
+        self._kept = None
+        if total == len(rows) == len(seats) and not plan.joined and not scored:
+            reaches = [group.reach for group in self.pages.groups]
+            steady = Steady.of(inputs, start, self._prompt[seats], reaches)
+            self._kept = Plan(seats, count, []), steady
         return Batch(
             inputs=inputs,
             sampled=seats[finishing],
             sampled_rows=np.searchsorted(rows, ends[finishing] - 1),
             scored=[(owner, np.searchsorted(rows, tokens)) for owner, tokens in scored],
         )
+
+    def _is_steady(self, plan: Plan, steady: Steady) -> bool:
+        """Whether the next step is the kept one, moved on."""
+        done = self._done[plan.seats]
+        return steady.covers(done) and bool((self._length[plan.seats] == done + 1).all())
 
     def _grant(self, seats: Ints) -> Ints:
         """Tokens for each running seat under the budgets, earlier seats first."""
@@ -212,6 +229,7 @@ class Scheduler:
         return Plan(np.concatenate((plan.seats, joined)), np.concatenate((plan.count, count)), new)
 
     def _take_seat(self, request: Request, scores: bool) -> int:
+        self._kept = None
         seat = request.seat = self._free.pop()
         self._seated[seat] = request
         self._feed[seat] = np.concatenate((request.prompt, np.array(request.output_ids, dtype=np.int64)))
@@ -222,6 +240,7 @@ class Scheduler:
         return seat
 
     def _vacate(self, request: Request) -> None:
+        self._kept = None
         seat, request.seat = request.seat, -1
         self.pages.clear(seat)
         self._seated[seat] = None
