@@ -115,7 +115,7 @@ def decode(rows: Rows, built: Any, batch: int, length: int, names: Sequence[str]
     hits.hook.remove()
     moved = moved_bytes(built, batch, length, hits.count)
     runs = contestants(built)
-    for name in names or ("eager", "Inductor", "ours", "ours, CUDA graphs"):
+    for name in names or ("Inductor", "ours", "ours, CUDA graphs"):
         torch._dynamo.reset()
         begin = time.perf_counter()
         for i in range(3):
