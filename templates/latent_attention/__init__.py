@@ -249,6 +249,7 @@ PAGED = (
     _case("one", (1,), (1,), heads=1, nope=1, rope=1, latent=1, value=1, align=1),
     _case("block", (1, 1, 1), (63, 64, 65)),
     _case("empty", (1, 1, 1, 1), (130, 0, 64, 1), heads=6, **BF16),
+    _case("long", (1, 1), (321, 70), latent=200, heads=2),
     _case("absent", (1, 0, 1), (65, 0, 63), heads=3, value_rows=False),
     _case("verify", (3, 1, 8, 11), (3, 64, 70, 130), queries=8),
     _case("wide", (2, 5), (66, 40), queries=8, heads=5, **BF16),

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from deepinfer_compile.templates.latent_attention import Config, Params
 
 
+MERGED = 4096
+"""Elements of pieces that a program of merge holds: columns of a line, more where there are fewer pieces."""
+
+
 def _stride(name: str, tensor: str, dimension: int, align: int, times: int = 1) -> Argument:
     step: Expr = ("stride", tensor, dimension)
     return Argument(name, "i64", ("mul", times, step) if times > 1 else step, align)
@@ -60,7 +64,8 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         scratch += [Buffer("part", "float32", part), Buffer("part_lse", "float32", part[:3])]
         slot = [pointer("slot", torch.int64, 1)] if params.page else []
         joined = (*_parts(config, params), *slot, pointer("mid", params.dtype))
-        merge = [Launch("merge", (tokens, params.heads), joined, side)]
+        merged = -(-params.latent // max(64, MERGED // config.pieces))
+        merge = [Launch("merge", (tokens, params.heads, merged), joined, side)]
     rows = -(-params.heads * params.queries // config.block_m)
     main = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     out = Buffer("out", name, (tokens, params.heads, params.value))
