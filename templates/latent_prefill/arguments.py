@@ -11,6 +11,8 @@ from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, Lau
 from deepinfer_compile.templates.latent_prefill.params import Config, Params
 
 SMALLEST_TILE = 16
+SIDE_WARPS = 4
+"""Of the products with weights around look_back."""
 TOKENS: Expr = ("size", "q_nope", 0)
 REQUESTS: Expr = ("size", "seq_len", 0)
 
@@ -51,26 +53,30 @@ def _tiles(size: int) -> Expr:
 
 
 def plan(params: Params, config: Config) -> LaunchPlan:
-    """Write, expand, attend, look back."""
+    """Write, expand, attend; absorb, look back, merge. attend reads whole blocks of keys, so there are rows after the last."""
     name, heads = type_name(params.dtype), params.heads
     expand = {"num_warps": config.expand_warps, "num_stages": config.expand_stages}
     attend = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    past = {"num_warps": config.past_warps, "num_stages": config.past_stages}
-    parts = -(-heads // config.past_heads)
+    side = {"num_warps": SIDE_WARPS}
+    past = (_tiles(config.past_m), -(-heads // config.past_heads))
+    absorb, look_back, merge = _past(params)
     return LaunchPlan(
         _operands(params),
         (Buffer("out", name, (TOKENS, heads, params.value)),),
         (
-            Buffer("turned", name, (TOKENS, tile(params.rope))),
-            Buffer("keys", name, (heads, TOKENS, tile(params.nope))),
+            Buffer("turned", name, (("add", TOKENS, config.block_n), tile(params.rope))),
+            Buffer("keys", name, (("add", ("mul", heads, TOKENS), config.block_n), tile(params.nope))),
             Buffer("values", name, (heads, TOKENS, tile(params.value))),
             Buffer("lse", "float32", (TOKENS, heads)),
+            Buffer("queries", name, (TOKENS, heads, params.latent)),
         ),
         (
             Launch("write", (TOKENS,), _write_arguments(params), {"num_warps": 1}),
             Launch("expand", (("cdiv", TOKENS, config.expand_m), heads), _expand_arguments(params), expand),
             Launch("attend", (_tiles(config.block_m), heads), _attend_arguments(params), attend),
-            Launch("look_back", (_tiles(config.past_m), parts), _look_back_arguments(params), past),
+            Launch("absorb", past, absorb, side),
+            Launch("look_back", past, look_back, {"num_warps": config.past_warps, "num_stages": config.past_stages}),
+            Launch("merge", past, merge, side),
         ),
     )
 
@@ -135,18 +141,14 @@ def _attend_arguments(params: Params) -> tuple[Argument, ...]:
     )
 
 
-def _look_back_arguments(params: Params) -> tuple[Argument, ...]:
+def _past(params: Params) -> tuple[tuple[Argument, ...], tuple[Argument, ...], tuple[Argument, ...]]:
+    """Arguments of absorb, of look_back and of merge."""
     dtype, align = params.dtype, params.align
-    return (
-        *(pointer(n, dtype, align) for n in ("q_nope", "q_rope", "w_uk", "w_uv")),
-        _cache(params),
-        *(pointer(n, torch.int32, 1) for n in ("query_start", "seq_len", "block_table")),
-        pointer("slot", torch.int64, 1),
-        pointer("lse", torch.float32),
-        pointer("out", dtype),
-        Argument("requests", "i32", REQUESTS),
-        *_queries(align),
-        *_weights(params),
-        _stride("table_row", "block_table", 0, 1),
-        _stride("cache_page", "latent", 0, align),
-    )
+    where = tuple(pointer(n, torch.int32, 1) for n in ("query_start", "seq_len"))
+    queries, lse, requests = pointer("queries", dtype), pointer("lse", torch.float32), Argument("requests", "i32", REQUESTS)
+    nope, rope, uk, uv = _queries(align)[:2], _queries(align)[2:], _weights(params)[:2], _weights(params)[2:]
+    absorb = (*(pointer(n, dtype, align) for n in ("q_nope", "w_uk")), *where, queries, requests, *nope, *uk)
+    merge = (queries, pointer("w_uv", dtype, align), *where, pointer("slot", torch.int64, 1), lse, pointer("out", dtype))
+    pages = (_stride("table_row", "block_table", 0, 1), _stride("cache_page", "latent", 0, align))
+    read = (pointer("q_rope", dtype, align), _cache(params), *where, pointer("block_table", torch.int32, 1), lse)
+    return absorb, (queries, *read, requests, *rope, *pages), (*merge, requests, *uv)
