@@ -10,7 +10,7 @@ heads a program so that there are few of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 
 from deepinfer_compile import ops
-from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused
+from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, next_power_of_2
 from deepinfer_compile.ops.registry import Work
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.templates import latent_attention
 from deepinfer_compile.templates.latent_attention.batch import paged_batch
-from deepinfer_compile.templates.latent_prefill.arguments import SMALLEST_TILE, plan, tile
+from deepinfer_compile.templates.latent_prefill.arguments import SIDE_STAGES, SMALLEST_TILE, plan, tile
 from deepinfer_compile.templates.latent_prefill.params import Config, Params
 
 ACCUMULATORS = 128
@@ -31,49 +31,51 @@ ACCUMULATORS = 128
 FEWEST_WARPS = 4
 """What the matrix units take together; more than one for 16 x 16 elements of a tile repeat each other's work."""
 MOST_HEADS = 8
-"""Heads of a program of look_back."""
-LADDER = (1, 64, 512, 2048, 8192)
-"""Numbers of tokens whose defaults `space` varies."""
+"""Heads of a program of the launches that look back."""
+LADDER = 17
+"""Powers of two of tokens that have a default of their own."""
 
 
-class Attend(NamedTuple):
-    """The part of a Config that attend has: new tokens, keys at a time."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
-
-
-class Expand(NamedTuple):
-    """The part of a Config that expand has: tokens, latent elements at a time."""
-
-    m: int
-    k: int
-    warps: int
-    stages: int
-
-
-class Past(NamedTuple):
-    """The part of a Config that look_back has: new tokens, cached rows and elements of weights at a time."""
+class Tile(NamedTuple):
+    """One launch's part of a Config: new tokens, keys (or latent elements) at a time, warps, stages."""
 
     m: int
     n: int
-    k: int
     warps: int
     stages: int
 
 
-ATTEND = (Attend(128, 128, 8, 2), Attend(128, 64, 8, 3), Attend(128, 64, 8, 2), Attend(128, 32, 8, 2))
-ATTEND += (Attend(64, 64, 4, 2), Attend(64, 32, 4, 2), Attend(32, 32, 4, 2), Attend(16, 16, 4, 1))
-EXPAND = (Expand(128, 64, 8, 3), Expand(128, 32, 8, 3), Expand(64, 64, 4, 3), Expand(64, 32, 8, 2), Expand(32, 32, 4, 2))
-EXPAND += (Expand(16, 16, 4, 1),)
-PAST = (Past(64, 64, 64, 8, 2), Past(64, 32, 64, 8, 2), Past(64, 32, 32, 4, 2), Past(32, 32, 32, 4, 2))
-PAST += (Past(16, 32, 32, 4, 2), Past(16, 16, 16, 4, 1))
-"""Best first; the first that is legal is taken. fp32, which the matrix units cannot do, begins further down: a larger
-tile is unrolled into more code than registers hold."""
+ATTEND = (
+    Tile(128, 128, 8, 2),
+    Tile(128, 64, 8, 3),
+    Tile(128, 64, 8, 2),
+    Tile(128, 32, 8, 2),
+    Tile(64, 64, 4, 2),
+    Tile(64, 32, 4, 2),
+    Tile(32, 32, 4, 2),
+    Tile(16, 16, 4, 1),
+)
+EXPAND = (
+    Tile(128, 64, 8, 3),
+    Tile(128, 32, 8, 3),
+    Tile(64, 64, 4, 3),
+    Tile(64, 32, 8, 2),
+    Tile(32, 32, 4, 2),
+    Tile(16, 16, 4, 1),
+)
+PAST = (
+    Tile(64, 64, 8, 2),
+    Tile(64, 32, 8, 2),
+    Tile(64, 32, 4, 2),
+    Tile(32, 32, 4, 2),
+    Tile(16, 32, 4, 2),
+    Tile(16, 16, 4, 1),
+)
+"""Best first; the first that is legal is taken. Rows before keys, since a tile's rows share one reading of them; keys
+before stages, since a block's sums are rescaled once."""
 EXACT = 32
-"""Rows of a tile of fp32 at most."""
+"""Rows of a tile of fp32, which the matrix units cannot do: a larger one is unrolled into more code than registers
+hold."""
 
 
 def bind(call: Call) -> Params | Refused:
@@ -87,92 +89,100 @@ def bind(call: Call) -> Params | Refused:
     return Params(**{name: getattr(found, name) for name in kept})
 
 
-def _fits_attend(params: Params, part: Attend, limits: Limits) -> bool:
+def _warps(part: Tile, width: int, limits: Limits) -> bool:
+    """Whether a tile of that many columns keeps its warps busy and its fp32 sums in registers."""
+    useful = max(FEWEST_WARPS, part.m * width // SMALLEST_TILE**2)
+    return part.m * width <= ACCUMULATORS * 32 * part.warps and part.warps <= min(limits.max_warps, useful)
+
+
+def _fits_attend(params: Params, part: Tile, limits: Limits) -> bool:
     """The query tile and keys and values in flight on chip, scores and sums in registers."""
     query, value = tile(params.nope) + tile(params.rope), tile(params.value)
+    # larger tiles keep the weights in registers
     weights = part.n if part.m < 64 else 0
     elements = part.m * (query + weights) + part.stages * part.n * (query + value)
-    return (
-        elements * params.dtype.itemsize <= limits.shared_bytes
-        and part.m * (part.n + value) <= ACCUMULATORS * 32 * part.warps
-        and part.warps <= min(limits.max_warps, max(FEWEST_WARPS, part.m * part.n // SMALLEST_TILE**2))
-    )
+    return elements * params.dtype.itemsize <= limits.shared_bytes and _warps(part, part.n + value, limits)
 
 
-def _fits_expand(params: Params, part: Expand, limits: Limits) -> bool:
+def _fits_expand(params: Params, part: Tile, limits: Limits) -> bool:
+    """Latents and both weights in flight; the sums pass through shared memory once, on their way out."""
     width = tile(params.nope) + tile(params.value)
-    flying = part.stages * part.k * (part.m + width) * params.dtype.itemsize
-    # the sums pass through shared memory once, on their way out
+    flying = part.stages * part.n * (part.m + width) * params.dtype.itemsize
     out = part.m * max(tile(params.nope), tile(params.value)) * torch.float32.itemsize
-    return (
-        max(flying, out) <= limits.shared_bytes
-        and part.k <= tile(params.latent)
-        and part.m * width <= ACCUMULATORS * 32 * part.warps
-        and part.warps <= min(limits.max_warps, max(FEWEST_WARPS, part.m * width // SMALLEST_TILE**2))
-    )
+    return max(flying, out) <= limits.shared_bytes and part.n <= tile(params.latent) and _warps(part, width, limits)
 
 
-def _fits_past(params: Params, part: Past, limits: Limits) -> bool:
+def _fits_past(params: Params, part: Tile, limits: Limits) -> bool:
+    """The absorbed query tile and cached rows in flight."""
     latent, rope = tile(params.latent), tile(params.rope)
-    flying = part.stages * part.n * (latent + rope) + part.m * (latent + rope + part.n)
-    weights = part.stages * part.k * (latent + part.m) + part.m * latent
-    return (
-        max(flying, weights) * params.dtype.itemsize <= limits.shared_bytes
-        and params.page % part.n == 0
-        and part.k <= max(tile(params.nope), tile(params.value))
-        and part.m * max(latent, part.n) <= ACCUMULATORS * 32 * part.warps
-        and part.warps <= min(limits.max_warps, max(FEWEST_WARPS, part.m * part.n // SMALLEST_TILE**2))
-    )
+    elements = part.stages * part.n * (latent + rope) + part.m * (latent + rope + part.n)
+    fits = elements * params.dtype.itemsize <= limits.shared_bytes
+    return fits and params.page % part.n == 0 and _warps(part, max(latent, part.n), limits)
 
 
-def _parts(config: Config) -> tuple[Attend, Expand, Past]:
-    one = Attend(config.block_m, config.block_n, config.num_warps, config.num_stages)
-    two = Expand(config.expand_m, config.expand_k, config.expand_warps, config.expand_stages)
-    return one, two, Past(config.past_m, config.past_n, config.past_k, config.past_warps, config.past_stages)
+def _fits_side(params: Params, m: int, k: int, limits: Limits) -> bool:
+    """The products with weights around look_back."""
+    nope, value = tile(params.nope), tile(params.value)
+    elements = max(nope * (m + SIDE_STAGES * k), SIDE_STAGES * k * (m + value))
+    return elements * params.dtype.itemsize <= limits.shared_bytes and k <= tile(params.latent)
 
 
-def _config(attend: Attend, expand: Expand, past: Past, heads: int) -> Config:
-    return Config(*attend, *expand, *past[:3], heads, *past[3:])
+def _config(attend: Tile, expand: Tile, past: Tile, k: int, heads: int) -> Config:
+    return Config(*attend, *expand, past.m, past.n, k, heads, past.warps, past.stages)
 
 
-def _allowed(params: Params, part: Any, most: int) -> bool:
-    return bool(part.m <= (min(most, EXACT) if params.dtype == torch.float32 else most))
+def _parts(config: Config) -> tuple[Tile, Tile, Tile]:
+    """The tiles of attend, of expand and of look_back."""
+    one = Tile(config.block_m, config.block_n, config.num_warps, config.num_stages)
+    two = Tile(config.expand_m, config.expand_k, config.expand_warps, config.expand_stages)
+    return one, two, Tile(config.past_m, config.past_n, config.past_warps, config.past_stages)
+
+
+_Fits = Callable[[Params, Tile, Limits], bool]
+
+
+def _first(params: Params, limits: Limits, parts: tuple[Tile, ...], fits: _Fits, most: int) -> Tile:
+    """The first legal tile of at most so many tokens. Raises ValueError."""
+    rows = min(most, EXACT) if params.dtype == torch.float32 else most
+    for part in parts:
+        narrow = part._replace(warps=min(part.warps, limits.max_warps))
+        if narrow.m <= rows and fits(params, narrow, limits):
+            return narrow
+    raise ValueError(f"no tile of {params} fits {limits.shared_bytes} bytes")
 
 
 def default(params: Params, limits: Limits, tokens: int) -> Config:
-    """Large tiles, smaller ones where they would leave cores idle; heads of a program of look_back as cores allow."""
+    """Large tiles, smaller ones where they would leave cores idle. A program that looks back has several heads where
+    that leaves enough programs."""
+    tokens = min(next_power_of_2(max(1, tokens)), 1 << LADDER)
     most = 128 if tokens > 64 and -(-tokens // 128) * params.heads >= limits.cores else 64
-    found: list[Any] = []
-    for parts, fits in ((ATTEND, _fits_attend), (EXPAND, _fits_expand), (PAST, _fits_past)):
-        narrow = [p._replace(warps=min(p.warps, limits.max_warps)) for p in parts if _allowed(params, p, most)]
-        legal = [p for p in narrow if fits(params, p, limits)]
-        if not legal:
-            raise ValueError(f"no tile of {params} fits {limits.shared_bytes} bytes")
-        found.append(legal[0])
+    past = _first(params, limits, PAST, _fits_past, most)
+    widest = EXACT if params.dtype == torch.float32 else 64
+    sides = [k for k in (64, 32, 16) if k <= widest and _fits_side(params, past.m, k, limits)]
+    if not sides:
+        raise ValueError(f"no product of {params} with its weights fits {limits.shared_bytes} bytes")
     heads = MOST_HEADS
-    while heads > 1 and -(-tokens // found[2].m) * -(-params.heads // heads) < 4 * limits.cores:
+    while heads > 1 and -(-tokens // past.m) * -(-params.heads // heads) < 4 * limits.cores:
         heads //= 2
-    return _config(*found, heads)
+    attend = _first(params, limits, ATTEND, _fits_attend, most)
+    return _config(attend, _first(params, limits, EXPAND, _fits_expand, most), past, sides[0], heads)
 
 
 def space(params: Params, limits: Limits) -> Iterator[Config]:
     """The defaults, then each launch's part varied beside the others' default."""
-    bases = dict.fromkeys(default(params, limits, tokens) for tokens in LADDER)
-    found = dict(bases)
-    exact = params.dtype == torch.float32
-    sizes = (16, 32) if exact else (16, 32, 64, 128)
-    for base in bases:
+    found = dict.fromkeys(default(params, limits, 1 << i) for i in range(LADDER + 1))
+    sizes = (16, 32) if params.dtype == torch.float32 else (32, 64, 128)
+    for base in {_parts(c): c for c in found}.values():
         attend, expand, past = _parts(base)
-        for m, n, warps, stages in product(sizes, sizes, (4, 8), (1, 2, 3)):
-            if _fits_attend(params, one := Attend(m, n, warps, stages), limits):
-                found[_config(one, expand, past, base.past_heads)] = None
-        for m, k, warps, stages in product(sizes, (16, 32) if exact else (32, 64), (4, 8), (1, 2, 3, 4)):
-            if _fits_expand(params, two := Expand(m, k, warps, stages), limits):
-                found[_config(attend, two, past, base.past_heads)] = None
-        for m, n, k, warps, stages in product(sizes, sizes, (16, 32) if exact else (32, 64), (4, 8), (1, 2)):
-            if _fits_past(params, three := Past(m, n, k, warps, stages), limits):
-                found[_config(attend, expand, three, base.past_heads)] = None
-        found |= {replace(base, past_heads=heads): None for heads in (1, 2, 4, 8)}
+        k, heads = base.past_k, base.past_heads
+        for part in (Tile(*sizes) for sizes in product(sizes, sizes, (4, 8), (1, 2, 3))):
+            if _fits_attend(params, part, limits):
+                found[_config(part, expand, past, k, heads)] = None
+            if part.n <= 64 and _fits_expand(params, part, limits):
+                found[_config(attend, part, past, k, heads)] = None
+            if part.m <= 64 and _fits_past(params, part, limits) and _fits_side(params, part.m, k, limits):
+                found[_config(attend, expand, part, k, heads)] = None
+        found |= {replace(base, past_heads=count): None for count in (1, 2, 4, 8)}
     yield from found
 
 

@@ -12,6 +12,7 @@ from deepinfer_compile.templates.latent_prefill.params import Config, Params
 
 SMALLEST_TILE = 16
 SIDE_WARPS = 4
+SIDE_STAGES = 3
 """Of the products with weights around look_back."""
 TOKENS: Expr = ("size", "q_nope", 0)
 REQUESTS: Expr = ("size", "seq_len", 0)
@@ -53,11 +54,11 @@ def _tiles(size: int) -> Expr:
 
 
 def plan(params: Params, config: Config) -> LaunchPlan:
-    """Write, expand, attend; absorb, look back, merge. attend reads whole blocks of keys, so there are rows after the last."""
+    """Write, expand, attend; absorb, look back, merge. attend reads whole blocks of keys, so rows follow the last."""
     name, heads = type_name(params.dtype), params.heads
     expand = {"num_warps": config.expand_warps, "num_stages": config.expand_stages}
     attend = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    side = {"num_warps": SIDE_WARPS}
+    side = {"num_warps": SIDE_WARPS, "num_stages": SIDE_STAGES}
     past = (_tiles(config.past_m), -(-heads // config.past_heads))
     absorb, look_back, merge = _past(params)
     return LaunchPlan(
@@ -145,10 +146,12 @@ def _past(params: Params) -> tuple[tuple[Argument, ...], tuple[Argument, ...], t
     """Arguments of absorb, of look_back and of merge."""
     dtype, align = params.dtype, params.align
     where = tuple(pointer(n, torch.int32, 1) for n in ("query_start", "seq_len"))
-    queries, lse, requests = pointer("queries", dtype), pointer("lse", torch.float32), Argument("requests", "i32", REQUESTS)
+    queries, lse = pointer("queries", dtype), pointer("lse", torch.float32)
+    requests = Argument("requests", "i32", REQUESTS)
     nope, rope, uk, uv = _queries(align)[:2], _queries(align)[2:], _weights(params)[:2], _weights(params)[2:]
     absorb = (*(pointer(n, dtype, align) for n in ("q_nope", "w_uk")), *where, queries, requests, *nope, *uk)
-    merge = (queries, pointer("w_uv", dtype, align), *where, pointer("slot", torch.int64, 1), lse, pointer("out", dtype))
+    slot, out = pointer("slot", torch.int64, 1), pointer("out", dtype)
+    merge = (queries, pointer("w_uv", dtype, align), *where, slot, lse, out)
     pages = (_stride("table_row", "block_table", 0, 1), _stride("cache_page", "latent", 0, align))
     read = (pointer("q_rope", dtype, align), _cache(params), *where, pointer("block_table", torch.int32, 1), lse)
     return absorb, (queries, *read, requests, *rope, *pages), (*merge, requests, *uv)
