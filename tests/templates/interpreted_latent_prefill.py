@@ -47,13 +47,13 @@ def check(params: Any, config: Any, given: dict[str, Any], folder: Path, limit: 
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("past", [1, 15, 16, 63, 64, 65, 128, 200])
+@pytest.mark.parametrize("past", [1, 63, 64, 65, 200])
 def test_tokens_before_the_new_ones(config: Any, past: int, tmp_path: Path) -> None:
     check(PARAMS, config, inputs(PARAMS, (17, 3), (past + 17, 3)), tmp_path)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("new", [1, 15, 16, 17, 32, 33, 65])
+@pytest.mark.parametrize("new", [1, 15, 17, 32, 65])
 def test_tiles_that_are_not_full(config: Any, new: int, tmp_path: Path) -> None:
     check(PARAMS, config, inputs(PARAMS, (5, new, 2), (5, new, 40)), tmp_path)
 
@@ -93,13 +93,16 @@ def test_more_requests_than_are_looked_up_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_padding_is_zero_and_its_garbage_stays_there(config: Any, tmp_path: Path) -> None:
-    """Tokens without a slot: in a request without positions, after a request's own, and after the last request."""
-    given = inputs(PARAMS, (30, 4, 6), (75, 0, 6))
+    """Tokens without a slot: in a request without positions or with fewer than tokens, one that comes last after others
+    in the cache, and after the last request."""
+    given = inputs(PARAMS, (30, 4, 36, 6), (75, 0, 34, 6))
+    given["latent"].view(-1, PARAMS.latent + PARAMS.rope)[given["slot"][29]] = 0.0
+    given["slot"][29] = -1
     given["slot"][-2:] = -1
     given["query_start"][-1] -= 2
     given["seq_len"][-1] -= 2
     lost = given["slot"] < 0
-    assert int(lost.sum()) == 6
+    assert int(lost.sum()) == 1 + 4 + 2 + 2
     for name in ("q_nope", "q_rope", "c", "k_rope"):
         given[name][lost] = math.nan
     want = wanted(given)
