@@ -4,8 +4,8 @@ Absorbed, a pair of tokens costs two products over the latent row; expanded, two
 that or less, for one up-projection of each new token. So the new tokens attend to each other through keys and values in
 scratch memory, two rows a token and head. Tokens that are in the cache already (a chunk after the first, a kept prefix)
 are read as they lie, absorbed: expanding them would take memory that nobody can size without asking the device. The two
-parts meet by their log-sum-exp. Without earlier tokens the second part is a launch whose programs end at once, several
-heads a program so that there are few of them.
+parts meet by their log-sum-exp. Without earlier tokens the second part is three launches whose programs end at once,
+several heads a program so that there are few of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from deepinfer_compile.templates.latent_prefill.arguments import SIDE_STAGES, SM
 from deepinfer_compile.templates.latent_prefill.params import Config, Params
 
 ACCUMULATORS = 128
-"""fp32 sums that a thread keeps in registers."""
+"""fp32 sums that a thread keeps in registers, of one product or of two that are both summed up."""
+SCORES = 32
+"""What attend keeps beside them: its scores do not live as long as its sums."""
 FEWEST_WARPS = 4
 """What the matrix units take together; more than one for 16 x 16 elements of a tile repeat each other's work."""
 MOST_HEADS = 8
@@ -59,6 +61,7 @@ EXPAND = (
     Tile(128, 64, 8, 3),
     Tile(128, 32, 8, 3),
     Tile(64, 64, 4, 3),
+    Tile(64, 64, 8, 3),
     Tile(64, 32, 8, 2),
     Tile(32, 32, 4, 2),
     Tile(16, 16, 4, 1),
@@ -89,10 +92,10 @@ def bind(call: Call) -> Params | Refused:
     return Params(**{name: getattr(found, name) for name in kept})
 
 
-def _warps(part: Tile, width: int, limits: Limits) -> bool:
-    """Whether a tile of that many columns keeps its warps busy and its fp32 sums in registers."""
+def _warps(part: Tile, width: int, limits: Limits, most: int = ACCUMULATORS) -> bool:
+    """Whether a tile of that many columns keeps its warps busy, and up to `most` sums a thread in registers."""
     useful = max(FEWEST_WARPS, part.m * width // SMALLEST_TILE**2)
-    return part.m * width <= ACCUMULATORS * 32 * part.warps and part.warps <= min(limits.max_warps, useful)
+    return part.m * width <= most * 32 * part.warps and part.warps <= min(limits.max_warps, useful)
 
 
 def _fits_attend(params: Params, part: Tile, limits: Limits) -> bool:
@@ -101,7 +104,8 @@ def _fits_attend(params: Params, part: Tile, limits: Limits) -> bool:
     # larger tiles keep the weights in registers
     weights = part.n if part.m < 64 else 0
     elements = part.m * (query + weights) + part.stages * part.n * (query + value)
-    return elements * params.dtype.itemsize <= limits.shared_bytes and _warps(part, part.n + value, limits)
+    fits = elements * params.dtype.itemsize <= limits.shared_bytes
+    return fits and _warps(part, part.n + value, limits, ACCUMULATORS + SCORES)
 
 
 def _fits_expand(params: Params, part: Tile, limits: Limits) -> bool:
@@ -215,7 +219,9 @@ CASES = (
     _case("padding", (5, 1, 3, 2), (5, 0, 2, 90)),
     _case("chunk", (19, 9, 40, 64), (150, 9, 104, 129), heads=5),
     _case("wide", (130, 66, 3), (200, 66, 131), heads=2, **BF16),
+    _case("odd", (37, 5), (50, 5), heads=3, value_rows=False, dtype=torch.bfloat16),
     _case("prefill", (4096,) * 4, (4096,) * 4, **V3),
+    _case("heads", (1024,), (1024,), **{**V3, "heads": 20, "nope": 192, "value": 256}),
     _case("long", (8192,), (8192,), **V3),
     _case("chunks", (2048,) * 4, (8192,) * 4, **V3),
 )

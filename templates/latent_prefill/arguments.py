@@ -11,7 +11,6 @@ from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, Lau
 from deepinfer_compile.templates.latent_prefill.params import Config, Params
 
 SMALLEST_TILE = 16
-SIDE_WARPS = 4
 SIDE_STAGES = 3
 """Of the products with weights around look_back."""
 TOKENS: Expr = ("size", "q_nope", 0)
@@ -58,7 +57,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     name, heads = type_name(params.dtype), params.heads
     expand = {"num_warps": config.expand_warps, "num_stages": config.expand_stages}
     attend = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    side = {"num_warps": SIDE_WARPS, "num_stages": SIDE_STAGES}
+    side = {"num_warps": min(config.past_warps, 4 if tile(params.value) <= 128 else 8), "num_stages": SIDE_STAGES}
     past = (_tiles(config.past_m), -(-heads // config.past_heads))
     absorb, look_back, merge = _past(params)
     return LaunchPlan(
