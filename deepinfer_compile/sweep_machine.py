@@ -170,7 +170,8 @@ class Gpu:
         shapes = {
             name: [list(t.shape), list(t.stride()), str(t.dtype).removeprefix("torch.")] for name, t in operands.items()
         }
-        values = {"op": spec.op.name, "params": render.encode_values(spec.name, fields_of(params)), "operands": shapes}
+        held = {"params": render.encode_values(spec.name, fields_of(params)), "operands": shapes}
+        values = {"kernel": spec.name, "op": spec.op.name, **held}
         encoded = [render.encode_values(spec.name, fields_of(config)) for config in configs]
         return self._pool.reasons([{**values, "config": config} for config in encoded])
 

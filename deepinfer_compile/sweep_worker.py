@@ -1,7 +1,7 @@
 """Compiles configurations into Triton's cache, one job a line, so that a compiler that aborts or hangs takes only its
 own process with it. A job is a JSON object
 
-    {"op": name, "params": {...}, "config": {...}, "operands": {name: [shape, strides, dtype], ...}}
+    {"kernel": name, "op": name, "params": {...}, "config": {...}, "operands": {name: [shape, strides, dtype], ...}}
 
 and its answer {"reason": text}, empty where all went well. No operand is allocated: they are on the meta device.
 """
@@ -31,7 +31,7 @@ def reason_of(err: Exception) -> str:
 
 def answer(job: dict[str, Any]) -> dict[str, str]:
     """What a job gives."""
-    spec = next(s for s in specs() if s.op.name == job["op"])
+    spec = next(s for s in specs() if (s.name, s.op.name) == (job["kernel"], job["op"]))
     params = spec.params(**{name: render.decode(item) for name, item in job["params"].items()})
     config = spec.config(**{name: render.decode(item) for name, item in job["config"].items()})
     operands = {

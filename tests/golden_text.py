@@ -6,6 +6,8 @@ import difflib
 import os
 from pathlib import Path
 
+from deepinfer_compile.kernels import AnySpec, specs
+
 FOLDER = Path(__file__).parent / "golden"
 
 
@@ -20,3 +22,9 @@ def check_golden(name: str, text: str) -> None:
     wanted = file.read_text()
     diff = difflib.unified_diff(wanted.splitlines(), text.splitlines(), "golden", "now", lineterm="")
     assert wanted == text, "\n".join(diff)
+
+
+def kernel_golden(spec: AnySpec) -> str:
+    """The golden of a kernel: by its operation, or by its own name if another kernel of the operation comes first."""
+    first = next(s for s in specs() if s.op is spec.op)
+    return f"kernel_{spec.op.name if first is spec else spec.name}"

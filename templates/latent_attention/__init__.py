@@ -3,8 +3,8 @@
 One latent row serves all heads, as key and as value, so a program holds as many heads as its registers allow and the
 row is read once. What reads the latents (`attend`) is split over the context where requests and heads alone do not fill
 the target; the two products with the heads' own weights are launches of their own, because there each weight is read
-once for all tokens. Prefill is done in the same form whatever the graph says, a tile of tokens a program: expanding the
-context first would take a third of the arithmetic, and memory for the keys and values of every head. With a boolean
+once for all tokens. Prompts in the expanded form, which takes a third of the arithmetic, are `latent_prefill`'s; what
+that refuses (`is_expanded`) is done in this form whatever the graph says, a tile of tokens a program. With a boolean
 mask, blocks before the first and after the last visible key are never read: a static cache is mostly empty.
 """
 
@@ -35,6 +35,8 @@ MOST_QUERIES = 64
 """New tokens a request of the form on whole tensors: more of them cost less when the latent is expanded."""
 WIDEST = {torch.float32: 256, torch.bfloat16: 512}
 """Elements of a latent row: its tile of accumulators must fit the registers of 8 warps."""
+WIDEST_HEAD = 256
+"""Elements of a key without its rotary part, and of a value, that latent_prefill takes."""
 SMALLEST_TILE = 16
 MOST_PIECES = 32
 MASKS = ("causal", "bool", "additive")
@@ -84,8 +86,21 @@ class Config:
     side_warps: int
 
 
+def is_expanded(call: Call) -> bool:
+    """Whether a call of cached_latent_attention is for latent_prefill, if for any kernel."""
+    given = call.arguments
+    widths = (given["w_uk"].shape[1], given["w_uv"].shape[2])
+    fit = all(isinstance(n, int) and n <= WIDEST_HEAD for n in widths) and given["scale"] > 0
+    return fit and call.phase not in QUERIES and given.get("form") == "expanded"
+
+
 def bind(call: Call) -> Params | Refused:
-    """Params of a call of latent_attention or cached_latent_attention."""
+    """Params of a call of latent_attention or cached_latent_attention that is not for latent_prefill."""
+    return Refused("latent_prefill computes the expanded form") if is_expanded(call) else bind_operands(call)
+
+
+def bind_operands(call: Call) -> Params | Refused:
+    """Params of a call in any form."""
     given = call.arguments
     paged = "latent" in given
     reason = _unfit(call, [*_PAGED, "latent"] if paged else list(_PAGED))

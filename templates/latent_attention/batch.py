@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from deepinfer_compile.templates.latent_attention import Params
 
 
-def paged_batch(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
-    """Operands of cached_latent_attention, on shuffled pages. A request with fewer positions than new tokens has
-    padding tokens (slot -1)."""
+def paged_batch(case: Case[Any], generator: torch.Generator) -> dict[str, Any]:
+    """Operands of cached_latent_attention for the Params of either of its kernels, on shuffled pages. A request with
+    fewer positions than new tokens has padding tokens (slot -1)."""
     params, tokens = case.params, sum(case.new)
     latent, table, slot = _cache(case, generator)
     return {
@@ -62,7 +62,7 @@ def _mask(case: Case[Params], keys: int, generator: torch.Generator) -> Tensor |
     return seen
 
 
-def rows(params: Params, shape: tuple[int, ...], width: int, generator: torch.Generator) -> Tensor:
+def rows(params: Any, shape: tuple[int, ...], width: int, generator: torch.Generator) -> Tensor:
     """Random [*shape, width] inside NaN, its rows at odd multiples of `align`."""
     gap = (-(-width // params.align) | 1) * params.align
     wide = torch.full((*shape[:-1], shape[-1] + 1, gap), math.nan, dtype=params.dtype)
@@ -71,7 +71,7 @@ def rows(params: Params, shape: tuple[int, ...], width: int, generator: torch.Ge
     return found
 
 
-def _weights(params: Params, generator: torch.Generator) -> dict[str, Tensor]:
+def _weights(params: Any, generator: torch.Generator) -> dict[str, Tensor]:
     """The two up-projections, of about unit gain."""
     uk = rows(params, (params.heads, params.nope), params.latent, generator)
     sizes = (params.value, params.latent) if params.value_rows else (params.latent, params.value)
@@ -80,7 +80,7 @@ def _weights(params: Params, generator: torch.Generator) -> dict[str, Tensor]:
     return {"w_uk": uk.mul_(params.nope**-0.5), "w_uv": uv.transpose(1, 2) if params.value_rows else uv}
 
 
-def _cache(case: Case[Params], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def _cache(case: Case[Any], generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Cache with the past of every request, block table, and slots of the new tokens."""
     params, page = case.params, case.params.page
     counts = [-(-n // page) for n in case.lengths]

@@ -1,9 +1,9 @@
 """The GPU table: kernels, the backend door and a bundle beside what a user would otherwise run.
 
 `python -m tests.bench.bench_gpu --out DIR` measures what DIR does not hold yet, a process a section, and prints the
-table. `... SECTION ...` measures these sections and prints their rows: latent, experts, decode:BATCH:CACHE[:WHO ...],
-prefill:TOKENS[:WHO ...], generate:BATCH[:WHO ...], bundle[:BATCH ...]. `... --table DIR` prints the table of what DIR
-holds.
+table. `... SECTION ...` measures these sections and prints their rows: latent, prompts, experts,
+decode:BATCH:CACHE[:WHO ...], prefill:TOKENS[:WHO ...], generate:BATCH[:WHO ...], bundle[:BATCH ...]. `... --table DIR`
+prints the table of what DIR holds.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ SECTIONS = (
     "generate:64",
     "bundle:1:16:64",
     "latent",
+    "prompts",
     "experts",
 )
 GOALS = {
@@ -65,6 +66,8 @@ def run(section: str, rows: Rows, built: Any = None) -> Any:
         gpu_bundle.bundle(rows, built, [int(n) for n in rest] or [1, 16, 64])
     elif name == "latent":
         gpu_kernels.latent(rows)
+    elif name == "prompts":
+        gpu_kernels.prompts(rows)
     elif name == "experts":
         gpu_kernels.experts(rows)
     else:

@@ -21,6 +21,8 @@ LATENT = (
     (1, 128, 8192), (16, 128, 4096), (64, 128, 4096), (128, 128, 4096), (128, 16, 4096), (128, 64, 4096)
 )  # fmt: skip
 """Requests, heads, context."""
+PROMPTS = ((1, 8192, 8192), (4, 2048, 2048), (16, 512, 512), (1, 2048, 8192))
+"""Requests, new tokens of each, context."""
 TOKENS = (1, 16, 64, 128, 512, 4096)
 
 
@@ -40,17 +42,42 @@ def measure(
     return {**found, "together": graphed(lambda: [run() for run in some]) if some else 0.0, "all": graphed(call)}
 
 
+def operands(spec: AnySpec, params: Any, new: tuple[int, ...], lengths: tuple[int, ...]) -> dict[str, Any]:
+    """A batch over pages of 64 with a shuffled table."""
+    torch.set_default_device("cuda")
+    try:
+        given = spec.inputs(Case("", params, new, lengths), torch.Generator("cuda").manual_seed(0))
+    finally:
+        torch.set_default_device("cpu")
+    return {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+
+
 def latent_case(heads: int, lengths: tuple[int, ...]) -> tuple[AnySpec, Any, dict[str, Any]]:
-    """V3's latent attention over pages of 64 with a shuffled table."""
+    """V3's latent attention of one new token a request."""
     spec = next(s for s in specs() if s.op is ops.CACHED_LATENT_ATTENTION)
     case = next(c for c in spec.cases if c.name == "typical")
     params = replace(case.params, heads=heads)
-    torch.set_default_device("cuda")
-    try:
-        given = spec.inputs(Case("", params, (1,) * len(lengths), lengths), torch.Generator("cuda").manual_seed(0))
-    finally:
-        torch.set_default_device("cpu")
-    return spec, params, {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+    return spec, params, operands(spec, params, (1,) * len(lengths), lengths)
+
+
+def prompts(rows: Rows) -> None:
+    """V3's latent attention of prompts, expanded and absorbed. The note has the rate of the launch that attends."""
+    limits = device_limits(torch.device("cuda", 0))
+    assert limits is not None
+    found = {s.name: s for s in specs() if s.op is ops.CACHED_LATENT_ATTENTION}
+    spec, old = found["latent_prefill"], found["latent_attention"]
+    params, absorbed = (next(c.params for c in s.cases if c.name == "prefill") for s in (spec, old))
+    for batch, new, keys in PROMPTS:
+        work, counts = f"latent prompts B {batch} T {new} S {keys}", ((new,) * batch, (keys,) * batch)
+        given = operands(spec, params, *counts)
+        times = measure(spec, params, spec.default(params, limits, batch * new), given)
+        size = spec.work(params, *counts)
+        causal = batch * new * (new + 1) * params.heads * (params.nope + params.rope + params.value)
+        note = f"{causal / times['attend'] / 1e6:.0f} TFLOP/s  "
+        note += "  ".join(f"{name} {us:.1f}" for name, us in times.items())
+        rows.add(work, "ours", times["all"], moved=size.bytes, flops=size.flops, note=note)
+        us = measure(old, absorbed, old.default(absorbed, limits, batch * new), given)["all"]
+        rows.add(work, "ours, absorbed", us, moved=size.bytes, flops=size.flops)
 
 
 def flashinfer(params: Any, given: dict[str, Any]) -> Callable[[], Any] | None:

@@ -77,6 +77,18 @@ def test_typical_cubins_are_for_the_architecture_and_fit(op: str, hopper: Triton
     )
 
 
+def test_a_long_prompt_is_expanded_and_attended_without_spilling(hopper: TritonCompiler) -> None:
+    """The launch that reads the cache keeps sums of a whole latent row; what it spills lies outside its loops."""
+    spec = next(s for s in specs() if s.name == "latent_prefill")
+    params = next(c.params for c in spec.cases if c.name == "long")
+    record = jsonio.loads(
+        (hopper.compile(Kernel.of(spec, params, spec.default(params, SM90.limits, 8192))) / RECORD).read_bytes()
+    )
+    stacks = {launch["entry"]: b["stack_bytes"] for launch, b in zip(record["plan"]["launches"], record["binaries"])}
+    assert stacks.pop("look_back") < 1024
+    assert stacks == dict.fromkeys(("write", "expand", "attend", "absorb", "merge"), 0)
+
+
 def test_another_architecture_is_another_file(tmp_path: Path) -> None:
     with compiler(SM100, tmp_path) as made:
         folder = made.compile(kernel("rms_norm", "heads", target=SM100))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import deepinfer_compile as dc
-from deepinfer_compile.bundle import BundleFiles
+from deepinfer_compile.bundle import BundleFiles, read_bundle
 from deepinfer_compile.runtime import cubins, loading
 from deepinfer_compile.runtime.launch import buffer_shape, check_operands, evaluate, plan_from_json, values_of
 from deepinfer_compile.runtime.params import SamplingParams
@@ -28,6 +28,8 @@ class Interpreted:
 
     folder: Path
     ran: set[str] = set()
+    earlier: set[str] = set()
+    """Kernels that ran for requests of several new tokens with others before them."""
 
     def __init__(self, files: BundleFiles, path: str, device: torch.device) -> None:
         record = files.json(path)
@@ -44,6 +46,10 @@ class Interpreted:
             if 0 not in grid:
                 getattr(self.module, launch.entry)[grid](*values_of(self.name, launch, tensors))
         self.ran.add(self.name)
+        if "seq_len" in operands:
+            new = operands["query_start"].diff()
+            later = (new > 1) & (operands["seq_len"] > new)
+            self.earlier.update({self.name} if later.any() else ())
 
 
 MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
@@ -55,15 +61,20 @@ MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_programs_with_kernels_equal_eager(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes, wanted = MODELS[name]
-    model = models.make(name, **changes)
-    dc.build(model, tmp_path / "bundle", target="nvidia-sm90")
-    Interpreted.folder, Interpreted.ran = tmp_path, set()
+@pytest.fixture
+def interpreted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bundles for a GPU run here."""
+    Interpreted.folder, Interpreted.ran, Interpreted.earlier = tmp_path, set(), set()
     monkeypatch.setattr(cubins, "Cubin", Interpreted)
     monkeypatch.setattr(loading, "_has_device", lambda requires: True)
     monkeypatch.setattr(loading, "_device", lambda variant: torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_with_kernels_equal_eager(name: str, tmp_path: Path, interpreted: None) -> None:
+    changes, wanted = MODELS[name]
+    model = models.make(name, **changes)
+    dc.build(model, tmp_path / "bundle", target="nvidia-sm90")
     given = prompts(lengths=(5, 1, 90))
     llm = dc.load(tmp_path / "bundle", target="nvidia-sm90")
     assert bundle_tokens(llm, given, 4) == [eager_tokens(model, p, 4) for p in given]
@@ -81,3 +92,23 @@ def test_programs_with_kernels_equal_eager(name: str, tmp_path: Path, monkeypatc
         for one in (llm, graphs)
     )
     assert there == here
+
+
+def test_a_latent_prompt_in_chunks_equals_eager(tmp_path: Path, interpreted: None) -> None:
+    """The prefill program computes the expanded form; a chunk after the first finds earlier tokens in the cache."""
+    model = models.make("deepseek_v3", num_hidden_layers=1, first_k_dense_replace=1)
+    dc.build(model, tmp_path / "bundle", target="nvidia-sm90")
+    given = prompts(lengths=(120, 3))
+    llm = dc.load(tmp_path / "bundle", target="nvidia-sm90", max_num_batched_tokens=60, max_num_seqs=2)
+    assert bundle_tokens(llm, given, 2) == [eager_tokens(model, p, 2) for p in given]
+    assert "latent_prefill" in Interpreted.earlier
+    files = read_bundle(tmp_path / "bundle")
+    variant = files.manifest.variants["nvidia-sm90"]
+    bound = {
+        (program, entry["kernel"])
+        for path in variant["blocks"].values()
+        for program, block in files.json(path)["programs"].items()
+        for entry in block["kernels"].values()
+        if entry["op"] == "deepinfer.cached_latent_attention"
+    }
+    assert bound == {("prefill", "latent_prefill"), ("decode", "latent_attention"), ("verify", "latent_attention")}

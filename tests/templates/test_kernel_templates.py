@@ -14,7 +14,7 @@ import torch
 from deepinfer_compile import render
 from deepinfer_compile.kernels import AnySpec, Call, Case, Limits, choices, render_kernel, render_stamp, specs
 from deepinfer_compile.runtime.launch import Argument, check_operands, evaluate, plan_from_json, plan_to_json
-from tests.golden_text import check_golden
+from tests.golden_text import check_golden, kernel_golden
 from tests.templates import source_rules
 
 LIMITS = Limits(("float32", "bfloat16"), "cuda", shared_bytes=227 * 1024, cores=132, max_warps=32)
@@ -48,7 +48,7 @@ def test_golden(spec: AnySpec) -> None:
     for name, text in texts.items():
         lines = difflib.unified_diff(texts[first].splitlines(), text.splitlines(), first, name, lineterm="", n=0)
         shown += [line for line in lines if not line.startswith("@@")]
-    check_golden(f"kernel_{spec.op.name}", "\n".join(shown) + "\n")
+    check_golden(kernel_golden(spec), "\n".join(shown) + "\n")
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -98,7 +98,7 @@ def test_a_call_binds_to_the_params_of_its_case(spec: AnySpec, case: Case[Any]) 
     given = spec.inputs(case, torch.Generator().manual_seed(0))
     assert list(given) == [a.name for a in spec.op.overload._schema.arguments]
     phase = "verify" if getattr(case.params, "queries", 1) > 1 else "decode"
-    phase = "prefill" if getattr(case.params, "tiled", False) else phase
+    phase = "prefill" if getattr(case.params, "tiled", spec.name == "latent_prefill") else phase
     assert spec.bind(Call(spec.op, given, phase)) == case.params
     made = spec.op.reference(*given.values())
     assert not any(t.isnan().any() for t in (made if isinstance(made, tuple) else (made,)))

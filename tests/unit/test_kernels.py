@@ -38,7 +38,7 @@ from deepinfer_compile.runtime.launch import (
     plan_to_json,
     values_of,
 )
-from tests.golden_text import FOLDER
+from tests.golden_text import FOLDER, kernel_golden
 
 ODD = [math.inf, -math.inf, math.nan, -0.0, 1e-45, 5e-324, 2**31, 2**63 - 1, -(2**70), True, False, 0.1, 1e308, ""]
 NORM = next(s for s in specs() if s.op is ops.RMS_NORM)
@@ -173,7 +173,7 @@ def test_the_command_prints_a_source_from_a_stamp_or_a_file(tmp_path: Path) -> N
 
 def test_goldens_begin_with_a_stamp_that_still_renders() -> None:
     for spec in specs():
-        text = (FOLDER / f"kernel_{spec.op.name}.txt").read_text()
+        text = (FOLDER / f"{kernel_golden(spec)}.txt").read_text()
         assert text.startswith(render_stamp(text.split("\n")[0]))
 
 

@@ -227,7 +227,7 @@ def test_the_worker_answers_with_the_reason(tmp_path: Path) -> None:
     config = {"block_t": 16, "block_n": 16, "block_k": 32, "split": 1, "num_warps": 4, "num_stages": 1}
     operands = {"x": [[1, 20], [20, 1], "float32"], "weight": [[6, 20], [20, 1], "float32"]}
     operands["bias"] = [[6], [1], "float32"]
-    job = {"op": "linear", "params": params, "config": config, "operands": operands}
+    job = {"kernel": "linear", "op": "linear", "params": params, "config": config, "operands": operands}
     try:
         (reason,) = pool.reasons([job])
     finally:
