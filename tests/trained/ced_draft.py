@@ -51,7 +51,7 @@ class DraftTables:
         self.places = torch.arange(length, device=device)
 
     def sight(self, at: Tensor) -> Tensor:
-        """What each slot sees, bool [A * N, T + A * N]: its window up to the anchor, then the slots of its own draft."""
+        """What each slot sees, bool [A * N, T + A * N]: its window before the anchor, then its own draft's slots."""
         here = (at.unsqueeze(1) + self.slots).flatten().unsqueeze(1)
         before = (self.places < at.repeat_interleave(self.size).unsqueeze(1)) & (here - self.places < self.window)
         own = torch.arange(len(here), device=at.device).div(self.size, rounding_mode="floor")
@@ -115,7 +115,7 @@ def losses(
     return torch.stack(
         (
             (nats * weight)[learn].sum() / weight[learn].sum(),
-            (doubt * counted)[judge].sum() / counted[judge].sum(),
+            (doubt * counted)[judge].sum() / counted[judge].sum().clamp(min=1.0),
             accepted[learn].mean(),
             accepted[judge].mean(),
         )

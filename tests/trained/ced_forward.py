@@ -207,11 +207,12 @@ def attention(
 def make(compressor: Compressor, indexer: Indexer, x: Tensor, angles: Angles) -> Rows:
     """New rows and their index keys; keys are made of what the indexer may not change."""
     ratio = compressor.ratio
-    values = compressor.wkv(x).float()
+    plain = compressor.wkv(x)
+    values = plain.float()
     if compressor.wgate is not None:
         gates = compressor.wgate(x).float().unflatten(1, (-1, ratio))
         values = (gates.softmax(2) * values.unflatten(1, (-1, ratio))).sum(2)
-    latent = normed(values.type_as(x), compressor.norm.weight, compressor.norm.eps)
+    latent = normed(values.type_as(plain), compressor.norm.weight, compressor.norm.eps)
     assert indexer.wk is not None
     assert indexer.k_norm is not None
     starts = angles.at(slice(None, None, ratio))
@@ -224,7 +225,7 @@ def index_scores(indexer: Indexer, x: Tensor, low: Tensor, keys: Tensor, angles:
     queries = turn(indexer.wq_b(low).unflatten(-1, (indexer.heads, indexer.width)).transpose(1, 2), angles)
     match = (queries.flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, (indexer.heads, -1)).relu()
     weights = indexer.weights_proj(x).float() * (indexer.heads * indexer.width) ** -0.5
-    return (match * weights.transpose(1, 2).unsqueeze(-1).type_as(match)).sum(1).float()
+    return (match * weights.transpose(1, 2).unsqueeze(-1).type_as(match)).sum(1, dtype=torch.float32)
 
 
 def choose(indexer: Indexer, scores: Tensor, visible: Tensor, newest: Tensor, shared: Rows) -> Rows:

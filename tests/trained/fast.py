@@ -55,12 +55,11 @@ def attend(queries: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> tupl
 
     visible: bool [T, N] or [B, T, N]. Returns the result [B, H, T, D] and the shares [B, H, T, N + 1], sink last.
     """
-    batch, heads, length, width = queries.shape
+    heads, length, width = queries.shape[1:]
     keys = F.pad(keys, (0, 0, 0, 1))
     seen = F.pad(visible, (0, 1), value=True)
     seen = seen if seen.ndim == 2 else seen.unsqueeze(1)
-    last = torch.zeros_like(keys[0, :, 0])
-    last[-1] = 1
+    last = (torch.arange(keys.shape[1], device=keys.device) == keys.shape[1] - 1).type_as(keys)
     scores = (queries.flatten(1, 2) * width**-0.5) @ keys.transpose(1, 2)
     scores = scores.unflatten(1, (heads, length)) + (sink.type_as(keys).unsqueeze(1) * last).unsqueeze(1)
     with torch.autocast(queries.device.type, enabled=False):

@@ -51,6 +51,18 @@ class Saved:
         self.kept = dict(model.named_parameters())
         self.device = model.token_map.device
 
+    def only(self, drafter: bool) -> dict[str, Tensor]:
+        """The parameters of the drafter, or all others, router biases left out; the rest gets no gradients."""
+        trained = {
+            name: p
+            for name, p in self.model.named_parameters()
+            if name.startswith("mtp.") == drafter and not name.endswith("gate.bias")
+        }
+        for name, p in self.model.named_parameters():
+            p.grad = None
+            p.requires_grad_(name in trained)
+        return trained
+
     def export(self) -> None:
         """Writes the model as it is now."""
         ced_model.save(self.model, self.raw, self.tokenizer, self.folder)
@@ -66,7 +78,7 @@ class CedJob(Saved):
     def __init__(self, *saved: Any, crops: Crops, batch: int, length: int) -> None:
         super().__init__(*saved)
         self.crops, self.batch, self.tokens = crops, batch, batch * length
-        self.trained = {n: p for n, p in self.kept.items() if not n.startswith("mtp.") and not n.endswith("gate.bias")}
+        self.trained = self.only(drafter=False)
         self.tables = ced_forward.Tables(self.model, length, self.device)
         self.ids = crops.draw(batch, length + 1)
         self.grams = ced_forward.gram_rows(self.model, self.ids[:, :-1])
@@ -107,7 +119,7 @@ class DraftJob(Saved):
         self.crops, self.known, self.new = crops, known, new
         length = known.shape[1]
         self.quarter, self.tokens = max(batch // 4, 1), batch * length
-        self.trained = {n: p for n, p in self.kept.items() if n.startswith("mtp.") and not n.endswith("gate.bias")}
+        self.trained = self.only(drafter=True)
         self.prompt = prompt
         self.tables = ced_forward.Tables(self.model, length, self.device)
         self.drafting = ced_draft.DraftTables(self.model.mtp, length, self.device)

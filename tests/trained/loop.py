@@ -30,8 +30,8 @@ class Job(Protocol):
     """One stage: which tensors it trains, how a batch is drawn, what is minimised.
 
     `trained`: the parameters that get gradients. `kept`: all tensors that a checkpoint must hold. `columns`: names of
-    what `loss` returns; its first entry is minimised. `curve`: the file of its loss curve. `loss` and `settle` are recorded into a graph: they read fixed
-    buffers, which `draw` fills, and read nothing back.
+    what `loss` returns; its first entry is minimised. `curve`: the file of its loss curve. `tokens`: of one step.
+    `loss` and `settle` are recorded into a graph: they read fixed buffers, which `draw` fills, and read nothing back.
     """
 
     name: str

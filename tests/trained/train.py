@@ -111,6 +111,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
+    torch.manual_seed(options.seed)
     for name in options.models:
         folder = options.out / name
         _note(folder, options)

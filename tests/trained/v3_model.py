@@ -87,7 +87,7 @@ def build(vocabulary: int, **changes: Any) -> V3:
 
 
 def ahead(model: V3, hidden: Tensor, following: Tensor) -> Tensor:
-    """Logits [B, T, V] for token p + 2 of hidden [B, T, D] at p and token p + 1, i64 [B, T], by the layer's own code."""
+    """Logits [B, T, V] for token p + 2, of hidden [B, T, D] at p and token p + 1 i64 [B, T]; the layer's own code."""
     mtp, base = model.mtp, model.main.model
     x = mtp.eh_proj(torch.cat((mtp.enorm(base.embed_tokens(following)), mtp.hnorm(hidden)), dim=-1))
     places = torch.arange(x.shape[1], device=x.device)

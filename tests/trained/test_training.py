@@ -1,0 +1,226 @@
+"""A few steps of every stage on tiny shapes: losses fall, a killed run goes on, saved files give the same numbers."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepinfer_compile.models.deepseek_v41.generate import generate
+from deepinfer_compile.models.deepseek_v41.model import DeepseekV41
+from tests.trained import ced_draft, ced_forward, ced_model, data, evaluate, fast, jobs, v3_job, v3_model
+from tests.trained.jobs import CedJob, Crops, DraftJob
+from tests.trained.loop import HOLD, LAST, WARM, Job, Optimizer, Plan, Stepper, rate_at, train
+from tests.trained.small import CED, V3, few
+from tests.trained.v3_job import V3Job
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("tokens")
+    data.prepare(where, few(), size=400)
+    return where
+
+
+@pytest.fixture(scope="module")
+def tokenizer(prepared: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(prepared / "tokenizer.json"))
+
+
+def ced_of(tokenizer: Tokenizer) -> tuple[DeepseekV41, dict[str, Any]]:
+    raw = ced_model.shape(tokenizer, **CED)
+    model = ced_model.build(raw, tokenizer)
+    ced_model.start(model)
+    return model, raw
+
+
+def job_of(kind: str, prepared: Path, tokenizer: Tokenizer, folder: Path) -> Job:
+    crops = Crops(data.load("train", prepared).line, CPU)
+    if kind == "v3":
+        return V3Job(v3_model.build(tokenizer.get_vocab_size(), **V3), tokenizer, folder, crops, 4, 32)
+    model, raw = ced_of(tokenizer)
+    saved = (model, raw, tokenizer, folder)
+    if kind == "ced":
+        return CedJob(*saved, crops=crops, batch=4, length=32)
+    new = Crops(data.load("tune", prepared).line, CPU)
+    known, fresh = (ced_draft.rollouts(model, source.draw(4, 8), 96) for source in (crops, new))
+    return DraftJob(*saved, crops=crops, known=known, new=fresh, batch=4, prompt=8)
+
+
+def steps(job: Job, plan: Plan, count: int) -> list[float]:
+    optimizer = Optimizer(job.trained, plan)
+    stepper = Stepper(job, optimizer, graph=False)
+    for _ in range(count):
+        job.draw(0.5)
+        optimizer.set_rate(0.2)
+        stepper.step()
+    return stepper.read(count)
+
+
+@pytest.mark.parametrize("kind", ["ced", "draft", "v3"])
+def test_the_loss_falls_and_only_the_stages_own_weights_move(
+    kind: str, prepared: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    job = job_of(kind, prepared, tokenizer, tmp_path)
+    plan = Plan(1.0, 1e-2, tmp_path, graph=False)
+    before = {n: t.clone() for n, t in job.kept.items()}
+    first, last = steps(job, plan, 3), steps(job, plan, 30)
+    assert all(torch.isfinite(torch.tensor(last)))
+    assert last[1] < first[1] - 0.1, f"{job.columns[1]}: {first[1]} then {last[1]}"
+    moved = {n for n, t in job.kept.items() if not torch.equal(t, before[n])}
+    allowed = set(job.trained) | {n for n in job.kept if "bias" in n}
+    assert moved <= allowed
+    assert len(set(job.trained) - moved) <= 1, "the confidence head of a drafter never right may rest"
+    if kind == "draft":
+        assert all(n.startswith("mtp.") for n in moved)
+
+
+class HostReads(TorchDispatchMode):
+    """Collects operators that read from the device or bring constants to it: no graph can record those."""
+
+    BANNED = ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select", "unique", "is_nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in self.BANNED):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["ced", "draft", "v3"])
+def test_a_step_in_bf16_reads_nothing_back(
+    kind: str, prepared: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU runs: near fp32, attention in bf16 throughout, nothing that a graph cannot record."""
+    job = job_of(kind, prepared, tokenizer, tmp_path)
+    job.draw(0.5)
+    want = job.loss().detach()
+    for module in (jobs, v3_job):
+        monkeypatch.setattr(module, "precision", lambda _: torch.autocast("cpu", torch.bfloat16, cache_enabled=False))
+    kinds: set[torch.dtype] = set()
+
+    def watched(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        out, shares = fast.attend(*inputs)
+        kinds.update((out.dtype, shares.dtype))
+        return out, shares
+
+    for module in (ced_forward, ced_draft):
+        monkeypatch.setattr(module, "attend", watched)
+    with HostReads() as reads:
+        got = job.loss()
+        got[0].backward()
+        job.settle()
+    assert reads.found == []
+    assert kinds <= {torch.bfloat16}
+    torch.testing.assert_close(got.detach()[:2], want[:2], rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["ced", "v3"])
+def test_a_killed_run_goes_on(kind: str, prepared: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    plan = Plan(0.6, 1e-2, tmp_path, graph=False, steps=1)
+    job = job_of(kind, prepared, tokenizer, tmp_path)
+    train(job, plan)
+    kept = {n: t.clone() for n, t in job.kept.items()}
+    rows = list(csv.DictReader((tmp_path / "loss.csv").open()))
+    assert float(rows[-1]["seconds"]) >= 0.6
+    again = job_of(kind, prepared, tokenizer, tmp_path)
+    train(again, dataclasses.replace(plan, resume=True))
+    assert len(list(csv.DictReader((tmp_path / "loss.csv").open()))) == len(rows), "the stage was over"
+    train(again, dataclasses.replace(plan, resume=True, seconds=1.2, rate=0.0))
+    more = list(csv.DictReader((tmp_path / "loss.csv").open()))[len(rows) :]
+    assert int(more[0]["step"]) == int(rows[-1]["step"]) + 1
+    assert float(more[-1]["seconds"]) >= 1.2
+    for n, t in again.trained.items():
+        torch.testing.assert_close(t, kept[n], msg=lambda text, n=n: f"{n}: {text}")
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_rate_follows_the_time() -> None:
+    assert rate_at(0.0) == 0.0
+    assert rate_at(WARM / 2) == pytest.approx(0.5)
+    assert rate_at(WARM) == rate_at(HOLD) == pytest.approx(1.0)
+    assert rate_at(0.65) == pytest.approx(0.5)
+    assert rate_at(1.0) == rate_at(1.5) == LAST
+
+
+def test_saved_ced_gives_the_same_logits(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model, raw = ced_of(tokenizer)
+    ced_model.save(model, raw, tokenizer, tmp_path)
+    found, same = ced_model.load(tmp_path)
+    assert same.to_str() == tokenizer.to_str()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(p if name.endswith(ced_model.WIDE) else p.bfloat16())
+        ids = torch.arange(120).view(3, 40)
+        assert torch.equal(found(ids), model(ids))
+
+
+def test_saved_v3_gives_the_same_logits_in_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = v3_model.build(tokenizer.get_vocab_size(), **V3)
+    v3_model.save(model, tokenizer, tmp_path)
+    found, _ = v3_model.load(tmp_path)
+    assert type(found.main).__name__ == "DeepseekV3ForCausalLM"
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.bfloat16())
+        ids = torch.arange(120).view(3, 40)
+        for got, want in zip(v3_model.both(found, ids), v3_model.both(model, ids)):
+            torch.testing.assert_close(got.float(), want.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_published_names_of_the_extra_layer(tokenizer: Tokenizer) -> None:
+    names = set(v3_model.published(v3_model.build(tokenizer.get_vocab_size(), **V3)))
+    extra = {name.removeprefix("model.layers.3.") for name in names if name.startswith("model.layers.3.")}
+    assert {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"} <= extra
+    assert {"shared_head.head.weight", "embed_tokens.weight", "mlp.experts.7.up_proj.weight"} <= extra
+    assert not [name for name in names if name.endswith(("gate_up_proj", "experts.down_proj"))]
+
+
+def test_sizes_keep_the_limits(prepared: Path) -> None:
+    """11 million parameters, 24 MB a file, for the shapes that are trained."""
+    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
+    model = ced_model.build(ced_model.shape(tokenizer), tokenizer)
+    missing = 2 * (data.VOCABULARY - tokenizer.get_vocab_size()) * (192 + 32)
+    assert ced_model.counts(model)["all"] + missing < 11e6
+    narrow = sum(p.numel() * (4 if n.endswith(ced_model.WIDE) else 2) for n, p in model.named_parameters())
+    assert narrow + 2 * missing < 24e6
+    assert v3_model.counts(v3_model.build(data.VOCABULARY))["all"] < 11e6
+
+
+def test_drafts_accepted_are_those_of_a_real_run(tokenizer: Tokenizer) -> None:
+    model, _ = ced_of(tokenizer)
+    prompts = torch.arange(36).view(3, 12)
+    got = evaluate.drafted(model, prompts, 24)
+    taken: list[int] = []
+    with torch.no_grad():
+        for row in prompts:
+            taken += _verified(model, row.unsqueeze(0), 24)
+    assert got.accepted == pytest.approx(sum(taken) / len(taken))
+    assert 0 <= got.error <= 1
+
+
+def _verified(model: DeepseekV41, prompt: Tensor, count: int) -> list[int]:
+    """Draft, verify against the whole sequence, keep what agrees and one token more; accepted drafts of each step."""
+    from deepinfer_compile.models.deepseek_v41.generate import prefill, propose
+
+    line = torch.cat((prompt, generate(model, prompt, count)), dim=1)
+    taken, at = [], prompt.shape[1]
+    while at + 5 < line.shape[1]:
+        _, state = prefill(model, line[:, :at], line.shape[1])
+        block = propose(model, line[:, at], state).tokens[0].tolist()
+        right = [a == b for a, b in zip(block, line[0, at + 1 : at + 6].tolist())]
+        taken.append(right.index(False) if False in right else 5)
+        at += taken[-1] + 1
+    return taken
