@@ -26,7 +26,7 @@ from deepinfer_compile.models.deepseek_v41.parts import collapse
 from tests.trained.ced_forward import Notes, expand, feed, heads, latents, mix, project
 from tests.trained.fast import Angles, attend, normed
 
-STRIDE = 16
+STRIDE = 8
 DECAY = 5.0
 """Slot i (from 0) weighs exp(-i / DECAY) in the drafter's loss."""
 

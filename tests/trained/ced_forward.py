@@ -124,7 +124,8 @@ def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """`parts.expand`, in fp32 whatever the products around it use."""
     with torch.autocast(streams.device.type, enabled=False):
         old = comb.transpose(2, 3) @ streams.float()
-    return (post.unsqueeze(-1) * y.float().unsqueeze(2) + old).type_as(streams)
+    new: Tensor = post.unsqueeze(-1) * y.float().unsqueeze(2) + old
+    return new.type_as(streams)
 
 
 def remember(engram: Engram, streams: Tensor, rows: Tensor) -> Tensor:
@@ -139,7 +140,8 @@ def remember(engram: Engram, streams: Tensor, rows: Tensor) -> Tensor:
         match = match * torch.rsqrt(side.square().mean(-1, keepdim=True) + engram.eps)
     match = match / width**0.5
     gate = torch.sigmoid(match.sign() * match.abs().clamp(min=1e-6).sqrt())
-    return (high + gate * value).type_as(streams)
+    new: Tensor = high + gate * value
+    return new.type_as(streams)
 
 
 def moe(ffn: MoE, x: Tensor, name: str, notes: Notes) -> Tensor:
@@ -154,7 +156,8 @@ def moe(ffn: MoE, x: Tensor, name: str, notes: Notes) -> Tensor:
     shared, limit = ffn.shared_experts, ffn.shared_experts.limit
     y = experts(flat, ffn.experts.w13, ffn.experts.w2, spread(ids, weights, len(gate.bias)), limit)
     inner = F.silu(shared.w1(flat).clamp(max=limit)) * shared.w3(flat).clamp(-limit, limit)
-    return (y + shared.w2(inner)).type_as(x).view_as(x)
+    both: Tensor = y + shared.w2(inner)
+    return both.type_as(x).view_as(x)
 
 
 def heads(attn: Attention, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
@@ -225,7 +228,8 @@ def index_scores(indexer: Indexer, x: Tensor, low: Tensor, keys: Tensor, angles:
     queries = turn(indexer.wq_b(low).unflatten(-1, (indexer.heads, indexer.width)).transpose(1, 2), angles)
     match = (queries.flatten(1, 2) @ keys.transpose(1, 2)).unflatten(1, (indexer.heads, -1)).relu()
     weights = indexer.weights_proj(x).float() * (indexer.heads * indexer.width) ** -0.5
-    return (match * weights.transpose(1, 2).unsqueeze(-1).type_as(match)).sum(1, dtype=torch.float32)
+    scores: Tensor = (match * weights.transpose(1, 2).unsqueeze(-1).type_as(match)).sum(1, dtype=torch.float32)
+    return scores
 
 
 def choose(indexer: Indexer, scores: Tensor, visible: Tensor, newest: Tensor, shared: Rows) -> Rows:

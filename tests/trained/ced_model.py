@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from deepinfer_compile.models.deepseek_v41 import engram
 from deepinfer_compile.models.deepseek_v41.config import FIXED, DeepseekV41Config
 from deepinfer_compile.models.deepseek_v41.engram import normalised_map, table_sizes
 from deepinfer_compile.models.deepseek_v41.model import DeepseekV41
@@ -145,8 +146,6 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[DeepseekV41,
 
 def _normalised(tokenizer: Tokenizer) -> int:
     """The size of the normalised vocabulary: the only one that `normalised_map` accepts."""
-    from deepinfer_compile.models.deepseek_v41 import engram
-
     return len({engram._normalised(text) for text in token_texts(tokenizer)})
 
 
@@ -157,7 +156,7 @@ def _deviation(name: str, p: torch.Tensor, depth: int) -> float:
         return 0.02
     fan = math.prod(p.shape[1:]) if p.ndim == 2 else p.shape[-1]
     out = name.endswith(("wo_b.weight", "w2", "w2.weight"))
-    return fan**-0.5 * (depth**-0.5 if out else 1.0)
+    return float(fan**-0.5 * (depth**-0.5 if out else 1.0))
 
 
 def _start_mixing(base: torch.Tensor, count: int, reader: int) -> None:

@@ -48,12 +48,12 @@ class Saved:
 
     def __init__(self, model: DeepseekV41, raw: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> None:
         self.model, self.raw, self.tokenizer, self.folder = model, raw, tokenizer, folder
-        self.kept = dict(model.named_parameters())
+        self.kept: dict[str, Tensor] = dict(model.named_parameters())
         self.device = model.token_map.device
 
     def only(self, drafter: bool) -> dict[str, Tensor]:
         """The parameters of the drafter, or all others, router biases left out; the rest gets no gradients."""
-        trained = {
+        trained: dict[str, Tensor] = {
             name: p
             for name, p in self.model.named_parameters()
             if name.startswith("mtp.") == drafter and not name.endswith("gate.bias")
@@ -73,7 +73,7 @@ class CedJob(Saved):
 
     name = "ced"
     curve = "loss.csv"
-    columns = ("loss", "nats", "index", "skew")
+    columns: tuple[str, ...] = ("loss", "nats", "index", "skew")
 
     def __init__(self, *saved: Any, crops: Crops, batch: int, length: int) -> None:
         super().__init__(*saved)
@@ -111,7 +111,7 @@ class DraftJob(Saved):
 
     name = "draft"
     curve = "loss_draft.csv"
-    columns = ("loss", "nats", "doubt", "accepted", "accepted_new")
+    columns: tuple[str, ...] = ("loss", "nats", "doubt", "accepted", "accepted_new")
 
     def __init__(self, *saved: Any, crops: Crops, known: Tensor, new: Tensor, batch: int, prompt: int) -> None:
         super().__init__(*saved)

@@ -10,6 +10,7 @@ renamed into place; a run started with `resume` goes on from there.
 from __future__ import annotations
 
 import csv
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,10 +159,14 @@ class Stepper:
 
 
 def train(job: Job, plan: Plan) -> None:
-    """Runs a stage for its time, or for what is left of it."""
+    """Runs a stage for its time, or for what is left of it.
+
+    Raises FloatingPointError, the last checkpoint left as it was, when a loss is no longer a number.
+    """
     plan.folder.mkdir(parents=True, exist_ok=True)
     optimizer = Optimizer(job.trained, plan)
     used, done = _restore(job, optimizer, plan) if plan.resume else (0.0, 0)
+    _trim(plan.folder / job.curve, done)
     if used >= plan.seconds:
         return
     optimizer.set_rate(used / plan.seconds)
@@ -176,6 +181,8 @@ def train(job: Job, plan: Plan) -> None:
             stepper.step()
         done += plan.steps
         means = stepper.read(plan.steps)
+        if not all(map(math.isfinite, means)):
+            raise FloatingPointError(f"{job.name}: {means} near step {done}: use --resume with a smaller --rate")
         used = before + time.monotonic() - began
         _log(job, plan.folder / job.curve, done, used, means)
         if time.monotonic() - saved > SAVE:
@@ -205,12 +212,21 @@ def _restore(job: Job, optimizer: Optimizer, plan: Plan) -> tuple[float, int]:
     return float(about["used"]), int(about["done"])
 
 
+def _trim(path: Path, done: int) -> None:
+    """Keeps the rows of the loss curve up to the step that training goes on from."""
+    if not path.exists():
+        return
+    head, *rows = path.read_text().splitlines()
+    kept = [row for row in rows if int(row.split(",")[1]) <= done]
+    path.write_text("\n".join([head, *kept]) + "\n")
+
+
 def _log(job: Job, path: Path, done: int, used: float, means: list[float]) -> None:
     """One row of the loss curve."""
     fresh = not path.exists()
     row = [job.name, str(done), f"{used:.1f}", str(done * job.tokens), *(f"{value:.4f}" for value in means)]
     with path.open("a", newline="") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         if fresh:
             writer.writerow(["stage", "step", "seconds", "tokens", *job.columns])
         writer.writerow(row)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.trained import data
+import torch
+from tokenizers import Tokenizer
+
+from deepinfer_compile.models.deepseek_v41.model import DeepseekV41
+from tests.trained import ced_draft, ced_model, data, v3_model
+from tests.trained.jobs import CedJob, Crops, DraftJob
+from tests.trained.loop import Job
+from tests.trained.v3_job import V3Job
 
 CED: dict[str, Any] = {
     "hidden_size": 32,
@@ -51,3 +58,34 @@ def few(root: Path | None = None) -> list[data.Source]:
     """A few short files of each part of the split."""
     short = [file for file in data.sources(root) if 200 < len(file.text) < 4000]
     return [file for part, count in zip(data.KINDS, (3, 3, 25)) for file in data.of_kind(short, part)[:count]]
+
+
+def ced_of(tokenizer: Tokenizer) -> tuple[DeepseekV41, dict[str, Any]]:
+    """A small V4.1-form model with its first weights, and its config."""
+    raw = ced_model.shape(tokenizer, **CED)
+    model = ced_model.build(raw, tokenizer)
+    ced_model.start(model)
+    return model, raw
+
+
+def job_of(
+    kind: str,
+    prepared: Path,
+    tokenizer: Tokenizer,
+    folder: Path,
+    device: str = "cpu",
+    batch: int = 4,
+    length: int = 32,
+) -> Job:
+    """A stage on a small model: `ced`, `draft` or `v3`."""
+    crops = Crops(data.load("train", prepared).line, torch.device(device))
+    if kind == "v3":
+        model = v3_model.build(tokenizer.get_vocab_size(), **V3).to(device)
+        return V3Job(model, tokenizer, folder, crops, batch, length)
+    ced, raw = ced_of(tokenizer)
+    saved = (ced.to(device), raw, tokenizer, folder)
+    if kind == "ced":
+        return CedJob(*saved, crops=crops, batch=batch, length=length)
+    new = Crops(data.load("tune", prepared).line, torch.device(device))
+    known, fresh = (ced_draft.rollouts(ced, source.draw(4, 8), 3 * length) for source in (crops, new))
+    return DraftJob(*saved, crops=crops, known=known, new=fresh, batch=batch, prompt=8)

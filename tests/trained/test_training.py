@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepinfer_compile.models.deepseek_v41.generate import generate
 from deepinfer_compile.models.deepseek_v41.model import DeepseekV41
 from tests.trained import ced_draft, ced_forward, ced_model, data, evaluate, fast, jobs, v3_job, v3_model
-from tests.trained.jobs import CedJob, Crops, DraftJob
 from tests.trained.loop import HOLD, LAST, WARM, Job, Optimizer, Plan, Stepper, rate_at, train
-from tests.trained.small import CED, V3, few
-from tests.trained.v3_job import V3Job
+from tests.trained.small import V3, ced_of, few, job_of
 
 CPU = torch.device("cpu")
 
@@ -34,26 +33,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(prepared: Path) -> Tokenizer:
     return Tokenizer.from_file(str(prepared / "tokenizer.json"))
-
-
-def ced_of(tokenizer: Tokenizer) -> tuple[DeepseekV41, dict[str, Any]]:
-    raw = ced_model.shape(tokenizer, **CED)
-    model = ced_model.build(raw, tokenizer)
-    ced_model.start(model)
-    return model, raw
-
-
-def job_of(kind: str, prepared: Path, tokenizer: Tokenizer, folder: Path) -> Job:
-    crops = Crops(data.load("train", prepared).line, CPU)
-    if kind == "v3":
-        return V3Job(v3_model.build(tokenizer.get_vocab_size(), **V3), tokenizer, folder, crops, 4, 32)
-    model, raw = ced_of(tokenizer)
-    saved = (model, raw, tokenizer, folder)
-    if kind == "ced":
-        return CedJob(*saved, crops=crops, batch=4, length=32)
-    new = Crops(data.load("tune", prepared).line, CPU)
-    known, fresh = (ced_draft.rollouts(model, source.draw(4, 8), 96) for source in (crops, new))
-    return DraftJob(*saved, crops=crops, known=known, new=fresh, batch=4, prompt=8)
 
 
 def steps(job: Job, plan: Plan, count: int) -> list[float]:
@@ -99,6 +78,10 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _narrow(device: torch.device) -> Any:
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+
+
 @pytest.mark.parametrize("kind", ["ced", "draft", "v3"])
 def test_a_step_in_bf16_reads_nothing_back(
     kind: str, prepared: Path, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +91,7 @@ def test_a_step_in_bf16_reads_nothing_back(
     job.draw(0.5)
     want = job.loss().detach()
     for module in (jobs, v3_job):
-        monkeypatch.setattr(module, "precision", lambda _: torch.autocast("cpu", torch.bfloat16, cache_enabled=False))
+        monkeypatch.setattr(module, "precision", _narrow)
     kinds: set[torch.dtype] = set()
 
     def watched(*inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,6 +128,27 @@ def test_a_killed_run_goes_on(kind: str, prepared: Path, tokenizer: Tokenizer, t
     for n, t in again.trained.items():
         torch.testing.assert_close(t, kept[n], msg=lambda text, n=n: f"{n}: {text}")
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_loss_curve_forgets_what_no_checkpoint_holds(prepared: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    plan = Plan(0.3, 1e-2, tmp_path, graph=False, steps=1)
+    job = job_of("v3", prepared, tokenizer, tmp_path)
+    train(job, plan)
+    curve = tmp_path / "loss.csv"
+    whole = curve.read_text()
+    curve.write_text(whole + "v3,100000,9.9,1,1.0,1.0,1.0,1.0\n")
+    train(job, dataclasses.replace(plan, resume=True))
+    assert curve.read_text() == whole
+    train(job_of("v3", prepared, tokenizer, tmp_path), plan)
+    assert [row["step"] for row in csv.DictReader(curve.open())][:2] == ["1", "2"]
+
+
+def test_a_loss_that_is_no_number_stops_the_run(prepared: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    job = job_of("v3", prepared, tokenizer, tmp_path)
+    next(iter(job.trained.values())).data.fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="v3: .* near step 2: use --resume with a smaller --rate"):
+        train(job, Plan(60.0, 1e-2, tmp_path, graph=False, steps=2))
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_a_rate_follows_the_time() -> None:

@@ -23,7 +23,6 @@ from tests.trained.loop import Plan, train
 
 PROMPT = 128
 ROLLOUT = 512
-RATES = {"ced": 3e-3, "draft": 3e-3, "v3": 3e-3}
 
 
 def train_ced(options: argparse.Namespace, folder: Path) -> None:
@@ -35,7 +34,7 @@ def train_ced(options: argparse.Namespace, folder: Path) -> None:
     print(ced_model.counts(model), flush=True)
     saved = (model, raw, tokenizer, folder)
     crops = Crops(data.load("train", options.data).line, model.token_map.device, options.seed)
-    plan = _plan(options, folder, "ced", options.minutes)
+    plan = _plan(options, folder, options.minutes)
     job = CedJob(*saved, crops=crops, batch=options.batch, length=options.length)
     train(job, plan)
     del job
@@ -53,7 +52,7 @@ def train_draft(options: argparse.Namespace, plan: Plan, saved: tuple, crops: Cr
     print(f"rollouts: {continued.numel()} tokens in {time.monotonic() - began:.1f} s", flush=True)
     known, fresh = continued.chunk(2)
     job = DraftJob(*saved, crops=crops, known=known, new=fresh, batch=2 * options.batch, prompt=PROMPT)
-    train(job, replace(plan, seconds=60 * options.draft_minutes, rate=RATES["draft"]))
+    train(job, replace(plan, seconds=60 * options.draft_minutes))
 
 
 def train_v3(options: argparse.Namespace, folder: Path) -> None:
@@ -67,18 +66,18 @@ def train_v3(options: argparse.Namespace, folder: Path) -> None:
     print(v3_model.counts(model), flush=True)
     crops = Crops(data.load("train", options.data).line, torch.device(options.device), options.seed)
     job = V3Job(model, tokenizer, folder, crops, options.batch, options.length)
-    train(job, _plan(options, folder, "v3", options.v3_minutes))
+    train(job, _plan(options, folder, options.v3_minutes))
 
 
-def _plan(options: argparse.Namespace, folder: Path, name: str, minutes: float) -> Plan:
+def _plan(options: argparse.Namespace, folder: Path, minutes: float) -> Plan:
     graph = options.device.startswith("cuda") and not options.eager
-    return Plan(60 * minutes, RATES[name], folder, graph=graph, resume=options.resume)
+    return Plan(60 * minutes, options.rate, folder, graph=graph, resume=options.resume)
 
 
 def _note(folder: Path, options: argparse.Namespace) -> None:
     """commands.txt: what was run, with what, on what."""
     folder.mkdir(parents=True, exist_ok=True)
-    flags = ("minutes", "draft_minutes", "v3_minutes", "batch", "length", "rollouts", "seed")
+    flags = ("minutes", "draft_minutes", "v3_minutes", "rate", "batch", "length", "rollouts", "seed")
     said = " ".join(f"--{flag.replace('_', '-')} {getattr(options, flag)}" for flag in flags)
     on = torch.cuda.get_device_name() if options.device.startswith("cuda") else "CPU"
     lines = (
@@ -96,6 +95,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=3.2)
     parser.add_argument("--draft-minutes", type=float, default=1.2)
     parser.add_argument("--v3-minutes", type=float, default=2.4)
+    parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=ced_model.LENGTH)
     parser.add_argument("--rollouts", type=int, default=1024, help="continuations of each kind")

@@ -63,6 +63,10 @@ def block(layer: DeepseekV3DecoderLayer, x: Tensor, angles: Angles, name: str, l
 
 def attention(attn: DeepseekV3Attention, x: Tensor, angles: Angles) -> Tensor:
     """Causal latent attention, keys and values expanded."""
+    assert attn.q_a_proj is not None
+    assert attn.q_b_proj is not None
+    assert attn.q_a_layernorm is not None
+    assert attn.v_head_dim is not None
     nope, rope, value = attn.qk_nope_head_dim, attn.qk_rope_head_dim, attn.v_head_dim
     queries = attn.q_b_proj(rms(attn.q_a_layernorm, attn.q_a_proj(x)))
     queries = turn(queries.unflatten(-1, (attn.num_heads, nope + rope)).transpose(1, 2), angles)

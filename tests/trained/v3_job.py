@@ -21,13 +21,13 @@ class V3Job:
 
     name = "v3"
     curve = "loss.csv"
-    columns = ("loss", "nats", "nats_ahead", "skew")
+    columns: tuple[str, ...] = ("loss", "nats", "nats_ahead", "skew")
 
     def __init__(
         self, model: v3_model.V3, tokenizer: Tokenizer, folder: Path, crops: Crops, batch: int, length: int
     ) -> None:
         self.model, self.tokenizer, self.folder, self.crops = model, tokenizer, folder, crops
-        self.trained = dict(model.named_parameters())
+        self.trained: dict[str, Tensor] = dict(model.named_parameters())
         self.biases = {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
         self.kept = {**self.trained, **self.biases}
         self.ids = crops.draw(batch, length + 2)

@@ -136,7 +136,7 @@ def save(model: V3, tokenizer: Tokenizer, folder: Path) -> None:
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[V3, Tokenizer]:
     """The main model as Transformers loads it, the extra layer beside it, and the tokenizer."""
-    main = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    main: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     model = V3(main)
     prefix = f"model.layers.{model.depth}."
     files = load_file(folder / "model.safetensors")
@@ -145,7 +145,8 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[V3, Tokenize
     del mine["embed_tokens.weight"], mine["shared_head.head.weight"]
     model.mtp.load_state_dict(_stacked(mine, main.config.n_routed_experts))
     model.mtp.to(dtype)
-    model.mtp.mlp.gate.e_score_correction_bias = mine["mlp.gate.e_score_correction_bias"].float()
+    gate: Any = model.mtp.mlp.gate
+    gate.e_score_correction_bias = mine["mlp.gate.e_score_correction_bias"].float()
     return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
