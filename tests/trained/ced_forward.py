@@ -106,7 +106,8 @@ def mix(mixer: StreamMixer, streams: Tensor, fn: Tensor, base: Tensor, scale: Te
     """`StreamMixer`: the norm is applied after the product, and sums run over leading axes, which is faster."""
     k = mixer.streams
     flat = streams.flatten(2)
-    mixes = F.linear(flat, fn).float() * torch.rsqrt(flat.float().square().mean(-1, keepdim=True) + mixer.norm_eps)
+    size = torch.linalg.vector_norm(flat, dim=-1, keepdim=True, dtype=torch.float32)
+    mixes = F.linear(flat, fn).float() * torch.rsqrt(size.square() / flat.shape[-1] + mixer.norm_eps)
     pre, post, comb = mixes.split((k, k, k * k), dim=-1)
     base_pre, base_post, base_comb = base.split((k, k, k * k))
     pre = torch.sigmoid(pre * scale[0] + base_pre) + mixer.eps
@@ -267,7 +268,7 @@ def teach(scores: Tensor, queries: Tensor, keys: Tensor, sight: Tensor, sink: Te
     seen = sight[:, -slots:]
     with torch.no_grad():
         _, shares = attend(queries, keys, sight, sink)
-        target = shares[..., -slots - 1 : -1].float().mean(1)
+        target = shares[..., -slots:].float().mean(1)
         target = target / target.sum(-1, keepdim=True).clamp(min=1e-9)
     logs = scores.masked_fill(~seen, -1e9).log_softmax(-1).masked_fill(~seen, 0.0)
     some = seen.any(-1)

@@ -53,19 +53,24 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def attend(queries: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
     """Heads [B, H, T, D] over keys [B, N, D], which are the values too; `sink` [H] joins the softmax alone.
 
-    visible: bool [T, N] or [B, T, N]. Returns the result [B, H, T, D] and the shares [B, H, T, N + 1], sink last.
+    visible: bool [T, N] or [B, T, N]. Returns the result [B, H, T, D] and the shares [B, H, T, N].
+
+    The sink is one more key that only an extra channel of the queries meets, so that one product makes all scores. Rows
+    and channels are padded to multiples of 8, which matrix units want.
     """
-    heads, length, width = queries.shape[1:]
-    keys = F.pad(keys, (0, 0, 0, 1))
-    seen = F.pad(visible, (0, 1), value=True)
-    seen = seen if seen.ndim == 2 else seen.unsqueeze(1)
-    last = (torch.arange(keys.shape[1], device=keys.device) == keys.shape[1] - 1).type_as(keys)
-    scores = (queries.flatten(1, 2) * width**-0.5) @ keys.transpose(1, 2)
-    scores = scores.unflatten(1, (heads, length)) + (sink.type_as(keys).unsqueeze(1) * last).unsqueeze(1)
+    (batch, count, width), (heads, length) = keys.shape, queries.shape[1:3]
+    more = 8 + -count % 8
+    keys = F.pad(keys, (0, 0, 0, more))
+    mark = (torch.arange(count + more, device=keys.device) == count).type_as(keys)
+    extra = sink.type_as(queries).view(1, heads, 1, 1).expand(batch, -1, length, 1)
+    left = torch.cat((queries * width**-0.5, F.pad(extra, (0, 7))), dim=-1).flatten(1, 2)
+    right = torch.cat((keys, F.pad(mark.unsqueeze(1), (0, 7)).expand(batch, -1, -1)), dim=-1)
+    seen = F.pad(F.pad(visible, (0, 1), value=True), (0, more - 1), value=False)
     with torch.autocast(queries.device.type, enabled=False):
-        shares = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = (left @ right.transpose(1, 2)).unflatten(1, (heads, length))
+        shares = scores.masked_fill(~(seen if seen.ndim == 2 else seen.unsqueeze(1)), float("-inf")).softmax(-1)
         out = shares.flatten(1, 2) @ keys
-    return out.unflatten(1, (heads, length)), shares
+    return out.unflatten(1, (heads, length)), shares[..., :count]
 
 
 def experts(x: Tensor, up: Tensor, down: Tensor, share: Tensor, limit: float | None) -> Tensor:

@@ -1,6 +1,6 @@
 """What the committed weights reach on held-out files, by the models' own code on this interpreter's library.
 
-A sample, because a CPU is slow: the first two windows of every sixth file, and 8 prompts. Starts of files are the
+A sample, because a CPU is slow: the first two windows of every sixth file, and 32 prompts. Starts of files are the
 dearest part of them, so the sample's bits a byte are an upper estimate; `metrics.json` beside the weights holds the
 numbers of all files.
 """
@@ -17,7 +17,7 @@ import torch
 from tests.trained import data, evaluate
 
 pytestmark = pytest.mark.slow
-SAMPLE = evaluate.Amount(every=6, windows=2, prompts=8, continued=128, batch=4)
+SAMPLE = evaluate.Amount(every=6, windows=2, prompts=32, continued=128, batch=4)
 
 
 def measured(name: str) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def test_the_loss_curve_forgets_what_no_checkpoint_holds(prepared: Path, tokeniz
 def test_a_loss_that_is_no_number_stops_the_run(prepared: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     job = job_of("v3", prepared, tokenizer, tmp_path)
     next(iter(job.trained.values())).data.fill_(math.nan)
-    with pytest.raises(FloatingPointError, match="v3: .* near step 2: use --resume with a smaller --rate"):
+    with pytest.raises(FloatingPointError, match=r"v3: .* near step 2: use --resume with a smaller --rate"):
         train(job, Plan(60.0, 1e-2, tmp_path, graph=False, steps=2))
     assert not (tmp_path / "model.safetensors").exists()
 

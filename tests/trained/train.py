@@ -1,6 +1,6 @@
 """Trains the two small models: `python -m tests.trained.train ced v3`, after `python -m tests.trained.data`.
 
-On one GPU with at least 60 GB the defaults take eight minutes for both. `--minutes` are those of the V4.1-form model,
+On one GPU with at least 40 GB the defaults take nine minutes for both. `--minutes` are those of the V4.1-form model,
 `--draft-minutes` of its drafter, `--v3-minutes` of the V3-form model; rollouts and evaluation come on top. A run that
 was cut short goes on with `--resume` and the same numbers.
 """
@@ -96,7 +96,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-minutes", type=float, default=1.2)
     parser.add_argument("--v3-minutes", type=float, default=2.4)
     parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--length", type=int, default=ced_model.LENGTH)
     parser.add_argument("--rollouts", type=int, default=1024, help="continuations of each kind")
     parser.add_argument("--seed", type=int, default=0)
