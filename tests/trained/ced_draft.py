@@ -53,7 +53,8 @@ class DraftTables:
     def sight(self, at: Tensor) -> Tensor:
         """What each slot sees, bool [A * N, T + A * N]: its window before the anchor, then its own draft's slots."""
         here = (at.unsqueeze(1) + self.slots).flatten().unsqueeze(1)
-        before = (self.places < at.repeat_interleave(self.size).unsqueeze(1)) & (here - self.places < self.window)
+        anchor = at.unsqueeze(1).expand(-1, self.size).flatten().unsqueeze(1)
+        before = (self.places < anchor) & (here - self.places < self.window)
         own = torch.arange(len(here), device=at.device).div(self.size, rounding_mode="floor")
         return torch.cat((before, own.unsqueeze(1) == own), dim=1)
 
@@ -68,7 +69,7 @@ def drafts(model: DeepseekV41, ids: Tensor, features: Tensor, at: Tensor, tables
     flat = (at.unsqueeze(1) + tables.slots).flatten()
     here, sight = tables.angles.at(flat), tables.sight(at)
     context = normed(drafter.context_proj(features), drafter.context_norm.weight, drafter.context_norm.eps)
-    first = torch.where(tables.slots.repeat(len(at)) == 0, ids[:, flat], drafter.noise)
+    first = ids[:, flat].masked_fill(tables.slots.repeat(len(at)) > 0, drafter.noise)
     streams, pre = first_streams(model.embed(first), drafter.streams)
     notes = Notes([], {})
     for i, layer in enumerate(drafter.blocks):

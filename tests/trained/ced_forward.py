@@ -243,7 +243,7 @@ def choose(indexer: Indexer, scores: Tensor, visible: Tensor, newest: Tensor, sh
     peaks = lowest.unflatten(-1, (-1, block)).amax(-1)
     pinned = torch.arange(peaks.shape[-1], device=peaks.device) == newest.unsqueeze(-1)
     kept = best(peaks.masked_fill(pinned, float("inf")), peaks > float("-inf"), indexer.blocks)
-    candidates = kept.repeat_interleave(block, -1, output_size=kept.shape[-1] * block)[..., :slots] & visible
+    candidates = kept.unsqueeze(-1).expand(*kept.shape, block).flatten(-2)[..., :slots] & visible
     return shared._replace(chosen=best(scores, visible, indexer.top), candidates=candidates)
 
 

@@ -82,7 +82,11 @@ class Optimizer:
         self.trained, self.plan = trained, plan
         self.device = next(iter(trained.values())).device
         on_gpu = self.device.type == "cuda"
-        decays = {n for n, p in trained.items() if p.ndim > 1 and not n.endswith(("_fn", "embed.weight"))}
+        decays = {
+            n
+            for n, p in trained.items()
+            if p.ndim > 1 and not n.endswith(("_fn", "embed.weight", "embed_tokens.weight"))
+        }
         groups = [
             {"params": [p for n, p in trained.items() if n in decays], "weight_decay": plan.decay},
             {"params": [p for n, p in trained.items() if n not in decays], "weight_decay": 0.0},

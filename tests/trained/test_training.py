@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepinfer_compile.models.deepseek_v41.generate import generate
 from deepinfer_compile.models.deepseek_v41.model import DeepseekV41
 from tests.trained import ced_draft, ced_forward, ced_model, data, evaluate, fast, jobs, v3_job, v3_model
+from tests.trained import train as train_command
 from tests.trained.loop import HOLD, LAST, WARM, Job, Optimizer, Plan, Stepper, rate_at, train
 from tests.trained.small import V3, ced_of, few, job_of
 
@@ -157,6 +159,24 @@ def test_a_rate_follows_the_time() -> None:
     assert rate_at(WARM) == rate_at(HOLD) == pytest.approx(1.0)
     assert rate_at(0.65) == pytest.approx(0.5)
     assert rate_at(1.0) == rate_at(1.5) == LAST
+
+
+@pytest.mark.slow
+def test_the_command_trains_saves_and_measures(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full shapes for a few seconds each, twice: the second run finds everything done."""
+    little = evaluate.Amount(every=60, windows=1, prompts=1, continued=8, batch=1)
+    monkeypatch.setattr(train_command.evaluate, "Amount", lambda: little)
+    times = ["--minutes", "0.1", "--draft-minutes", "0.1", "--v3-minutes", "0.1", "--rollouts", "1"]
+    where = ["--out", str(tmp_path), "--data", str(prepared), "--device", "cpu", "--batch", "1", "--length", "256"]
+    train_command.main(["ced", "v3", *times, *where])
+    curves = {path: path.read_text() for path in tmp_path.rglob("*.csv")}
+    assert {path.name for path in curves} == {"loss.csv", "loss_draft.csv"}
+    for name in ("ced", "v3"):
+        assert 0 < json.loads((tmp_path / name / "metrics.json").read_text())["bits_per_byte"] < 20
+        assert (tmp_path / name / "model.safetensors").stat().st_size < 24e6
+        assert str(tmp_path) not in (tmp_path / name / "commands.txt").read_text()
+    train_command.main(["ced", "v3", *times, *where, "--resume"])
+    assert curves == {path: path.read_text() for path in tmp_path.rglob("*.csv")}
 
 
 def test_saved_ced_gives_the_same_logits(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -29,8 +29,9 @@ def train_ced(options: argparse.Namespace, folder: Path) -> None:
     """The model, then the drafter on the model as it is then."""
     tokenizer = Tokenizer.from_file(str(options.data / "tokenizer.json"))
     raw = ced_model.shape(tokenizer)
-    model = ced_model.build(raw, tokenizer).to(options.device)
+    model = ced_model.build(raw, tokenizer)
     ced_model.start(model, options.seed)
+    model.to(options.device)
     print(ced_model.counts(model), flush=True)
     saved = (model, raw, tokenizer, folder)
     crops = Crops(data.load("train", options.data).line, model.token_map.device, options.seed)
@@ -61,8 +62,9 @@ def train_v3(options: argparse.Namespace, folder: Path) -> None:
     from tests.trained.v3_job import V3Job
 
     tokenizer = Tokenizer.from_file(str(options.data / "tokenizer.json"))
-    model = v3_model.build(tokenizer.get_vocab_size()).to(options.device)
+    model = v3_model.build(tokenizer.get_vocab_size())
     v3_model.start(model, options.seed)
+    model.to(options.device)
     print(v3_model.counts(model), flush=True)
     crops = Crops(data.load("train", options.data).line, torch.device(options.device), options.seed)
     job = V3Job(model, tokenizer, folder, crops, options.batch, options.length)
