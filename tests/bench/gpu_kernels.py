@@ -123,7 +123,8 @@ def grouped(x: Any, ids: Any, weights: Any, w13: Any, w2: Any) -> Any:
     """The expert block with torch's grouped product: sort, two products, weight, sum."""
     taken, flat = ids.shape[1], ids.flatten()
     order = flat.argsort(stable=True)
-    ends = torch.bincount(flat, minlength=w13.shape[0]).cumsum(0).to(torch.int32)
+    counts = torch.zeros(w13.shape[0], dtype=torch.int32, device=x.device)  # bincount cannot be captured
+    ends = counts.scatter_add_(0, flat.long(), torch.ones_like(flat)).cumsum(0).to(torch.int32)
     made = torch._grouped_mm(x[order // taken], w13.transpose(1, 2), offs=ends)
     gate, up = made.chunk(2, -1)
     made = torch._grouped_mm(silu(gate) * up, w2.transpose(1, 2), offs=ends)
