@@ -79,7 +79,7 @@ class Rendered:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """A linear layer of few tokens, or None where a library does as well or better."""
         count = prod(x.shape[:-1])
-        most = max(spec.few or 0 for spec in specs() if spec.op is ops.LINEAR)
+        most = next(spec.few or 0 for spec in specs() if spec.op is ops.LINEAR)
         if not isinstance(count, int) or count > most or not is_large(weight):
             return None
         made: Tensor | None = self.call(ops.LINEAR, (x.reshape(count, x.shape[-1]), weight, bias), {})

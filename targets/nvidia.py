@@ -27,7 +27,7 @@ from deepinfer_compile.errors import KernelTooLarge
 from deepinfer_compile.graph import target_name
 from deepinfer_compile.graphjson import to_json
 from deepinfer_compile.kernels import AnySpec, Call, Limits, Refused, call_of, choices, fields_of, is_large, select
-from deepinfer_compile.ops import LINEAR, SAMPLE
+from deepinfer_compile.ops import LINEAR, OUTPUT_PROJECTION, SAMPLE
 from deepinfer_compile.ops.sample import NUMBERS
 from deepinfer_compile.passbase import Pass
 from deepinfer_compile.runtime.kernel_blocks import LIBRARY
@@ -109,20 +109,21 @@ class _Made:
         unbound = self.unbound.setdefault(program, Counter())
         for node in gm.graph.nodes:
             call = call_of(node, program)
-            if call is None or (call.op is LINEAR and not is_large(call.arguments["weight"])):
+            if call is None:
                 if _computes(node):
                     left[node.name] = {"op": target_name(node), "reason": "ATen, run by torch"}
                 continue
-            found = select(call, DIALECT)
+            found = _worth(call) or select(call, DIALECT)
             if isinstance(found, Refused):
                 left[node.name] = {"op": target_name(node), "reason": found.reason}
-                unbound[target_name(node)] += 1
+                if call.op is not LINEAR:  # ATen's, of which most are better left
+                    unbound[target_name(node)] += 1
                 continue
             spec, params = found
             names = [[c.upto, self._kernel(spec, params, c, compiler)] for c in self._choices(spec, params)]
             names += [] if spec.few is None else [[None, LIBRARY]]
             kernels[node.name] = {"op": target_name(node), "kernel": spec.name, "choices": names}
-            self.bound[program] = self.bound.get(program, 0) + 1
+            self.bound[program] = self.bound.get(program, 0) + (call.op is not LINEAR)
         return {"kernels": kernels, "left": left}
 
     def _choices(self, spec: AnySpec, params: Any) -> tuple[Chosen, ...]:
@@ -204,6 +205,13 @@ class _Made:
         found += [f"the nearest configuration that fits was taken: {why}" for why in self.replaced]
         ignored = self.tuned.ignored if self.tuned is not None else ()
         return (*found, *(f"tuning record not used: {reason}" for reason in ignored))
+
+
+def _worth(call: Call) -> Refused | None:
+    """Why a layer is torch's at any number of tokens, if it is."""
+    if call.op not in (LINEAR, OUTPUT_PROJECTION) or is_large(call.arguments["weight"]):
+        return None
+    return Refused("run by torch, whose library is as fast for a weight of this size and type")
 
 
 def _computes(node: Node) -> bool:

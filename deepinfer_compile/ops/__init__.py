@@ -4,7 +4,7 @@ from deepinfer_compile.ops.activation import GATED_ACT
 from deepinfer_compile.ops.attention import ATTENTION, CACHED_ATTENTION, MERGE_ATTENTION
 from deepinfer_compile.ops.latent import CACHED_LATENT_ATTENTION, LATENT_ATTENTION
 from deepinfer_compile.ops.moe import EXPERTS, ROUTE
-from deepinfer_compile.ops.norm import ADD_RMS_NORM, RMS_NORM, ROWS_RMS_NORM
+from deepinfer_compile.ops.norm import ADD_RMS_NORM, RMS_NORM
 from deepinfer_compile.ops.project import LINEAR, OUTPUT_PROJECTION
 from deepinfer_compile.ops.registry import NAMESPACE, OPS, Op, Work, find, implements
 from deepinfer_compile.ops.rope import COMPLEX_ROPE_TABLE, ROPE
@@ -27,7 +27,6 @@ __all__ = [
     "RMS_NORM",
     "ROPE",
     "ROUTE",
-    "ROWS_RMS_NORM",
     "SAMPLE",
     "Op",
     "Work",

@@ -1,5 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467): alone, after a residual addition, and of the
-rows that are wanted."""
+"""Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467), alone and after a residual addition."""
 
 from __future__ import annotations
 
@@ -50,35 +49,3 @@ ADD_RMS_NORM = define(
     work=lambda x, residual, weight, *rest: Work(5 * x.numel(), 4 * size_bytes(x) + size_bytes(weight)),
 )
 """x, residual [..., H] -> (norm(x + residual), x + residual)."""
-
-
-def _rows_rms_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    rows: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    offset: float,
-    cast_first: bool,
-) -> Tensor:
-    chosen = x.index_select(-2, rows)
-    if residual is not None:
-        chosen = chosen + residual.index_select(-2, rows)
-    return _rms_norm(chosen, weight, eps, offset, cast_first)
-
-
-def _rows_rms_norm_work(x: Tensor, residual: Tensor | None, rows: Tensor, weight: Tensor | None, *rest: object) -> Work:
-    elements = rows.shape[0] * x.shape[-1]
-    read, flops = (2, 5) if residual is not None else (1, 4)
-    return Work(flops * elements, (read + 1) * elements * x.element_size() + size_bytes(weight, rows))
-
-
-ROWS_RMS_NORM = define(
-    "rows_rms_norm(Tensor x, Tensor? residual, Tensor rows, Tensor? weight, float eps, float offset, bool cast_first) "
-    "-> Tensor",
-    reference=_rows_rms_norm,
-    fake=lambda x, residual, rows, *rest: x.new_empty(*x.shape[:-2], rows.shape[0], x.shape[-1]),
-    work=_rows_rms_norm_work,
-)
-"""x [..., T, H], residual alike or None, rows i64[N] in 0..T-1 -> norm of x, or x + residual, at these rows:
-[..., N, H]. The normalisation at the end of a model, of which only the rows with wanted logits are read."""

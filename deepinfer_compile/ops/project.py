@@ -29,7 +29,8 @@ OUTPUT_PROJECTION = define(
     reference=_output_projection,
     fake=lambda x, rows, weight, bias: x.new_empty(*x.shape[:-2], rows.shape[0], weight.shape[0]),
     work=lambda x, rows, weight, bias: Work(
-        2 * rows.shape[0] * weight.shape[0] * weight.shape[1], size_bytes(weight, bias)
+        2 * rows.shape[0] * weight.numel(),
+        size_bytes(weight, bias, rows) + rows.shape[0] * (weight.shape[0] + weight.shape[1]) * x.element_size(),
     ),
 )
 """x [..., T, H], rows i64[N], weight [V, H], bias [V] or None -> [..., N, V] in x's dtype."""

@@ -31,7 +31,7 @@ from deepinfer_compile.kernels import (
     side_by_side,
     type_name,
 )
-from deepinfer_compile.ops.registry import Work
+from deepinfer_compile.ops.registry import Op, Work
 from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -49,13 +49,15 @@ MOST_PARTS = 16
 
 @dataclass(frozen=True)
 class Params:
-    """terms: elements of a token. lines: rows of the weight. align: elements, of which rows start at a multiple."""
+    """terms: elements of a token. lines: rows of the weight. chosen: only of the tokens that `rows` names. align:
+    elements, of which rows start at a multiple."""
 
     terms: int
     lines: int
     dtype: torch.dtype
     biased: bool
     align: int
+    chosen: bool = False
 
     def __post_init__(self) -> None:
         if min(self.terms, self.lines) < 1:
@@ -76,19 +78,22 @@ class Config:
 
 
 def bind(call: Call) -> Params | Refused:
-    """Params of a call of linear."""
+    """Params of a call of linear or output_projection."""
     given = call.arguments
-    x, weight, bias = given["x"], given["weight"], given["bias"]
+    x, weight, bias, chosen = given["x"], given["weight"], given["bias"], given.get("rows")
     if weight.dtype not in DTYPES or any(t is not None and t.dtype != weight.dtype for t in (x, bias)):
         return Refused(f"a weight of {weight.dtype} for rows of {x.dtype}")
     if not all(isinstance(n, int) for n in weight.shape) or not all(
         statically_known_true(n == 1) for n in x.shape[:-2]
     ):
         return Refused("rows under more than one size; collapse them to one")
+    if chosen is not None and (chosen.dtype != torch.int64 or not statically_known_true(chosen.stride(0) == 1)):
+        return Refused(f"tokens chosen by {chosen.dtype}, or by numbers with gaps")
     for tensor in (x, weight, bias):
         if tensor is not None and not side_by_side(tensor):
             return Refused("the elements of a row do not lie side by side")
-    return Params(weight.shape[1], weight.shape[0], weight.dtype, bias is not None, alignment(x, weight, bias))
+    lines, terms = weight.shape
+    return Params(terms, lines, weight.dtype, bias is not None, alignment(x, weight, bias), chosen is not None)
 
 
 def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
@@ -128,7 +133,7 @@ def space(params: Params, limits: Limits) -> Iterator[Config]:
     """Every legal Config in a fixed order; of terms, none that would leave most of a row's read unused."""
     least = min(64, next_power_of_2(params.terms))
     tiles = product((BLOCK_T,), (16, 32, 64, 128), (16, 32, 64, 128, 256), (1, 2, 4, 8, 16), (2, 4, 8), (1, 2, 3, 4))
-    rows = product((1,), (1, 2, 4, 8, 16), (16, 64, 256, 512, 1024), (1, 2, 4), (1, 2, 4, 8), (1, 3))
+    rows = product((1,), (1, 2, 4, 8, 16), (16, 32, 64, 128, 256, 512, 1024), (1, 2, 4), (1, 2, 4, 8), (1, 3))
     for config in (Config(*values) for values in chain(rows, tiles)):
         if config.block_k >= least and _is_legal(params, config, limits):
             yield config
@@ -137,17 +142,19 @@ def space(params: Params, limits: Limits) -> Iterator[Config]:
 def plan(params: Params, config: Config) -> LaunchPlan:
     """The products, and their sum where there are parts."""
     name, align = type_name(params.dtype), params.align
-    tokens: Expr = ("size", "x", -2)
+    tokens: Expr = ("size", "rows", 0) if params.chosen else ("size", "x", -2)
     operands = [
         Operand("x", name, (None, params.terms)),
         Operand("weight", name, (params.lines, params.terms)),
         *([Operand("bias", name, (params.lines,))] if params.biased else []),
+        *([Operand("rows", "int64", (None,))] if params.chosen else []),
     ]
     bias = [pointer("bias", params.dtype, align)] if params.biased else []
     out = pointer("out", params.dtype)
     split = config.split > 1
     ends = [pointer("part", torch.float32)] if split else [*bias, out]
     given = [pointer("x", params.dtype, align), pointer("weight", params.dtype, align), *ends]
+    given += [Argument("chosen", "*i64", "rows", torch.int64.itemsize)] if params.chosen else []
     given.append(Argument("tokens", "i32", tokens))
     given += [Argument("x_token", "i64", ("stride", "x", -2), align)]
     given += [Argument("weight_line", "i64", ("stride", "weight", 0), align)]
@@ -164,12 +171,14 @@ def work(params: Params, new: Sequence[int], lengths: Sequence[int]) -> Work:
     """Weight and bias are read once, tokens and results moved once."""
     tokens = sum(new)
     moved = params.lines * (params.terms + params.biased) + tokens * (params.terms + params.lines)
-    return Work(2 * tokens * params.lines * params.terms, moved * params.dtype.itemsize)
+    places = tokens * torch.int64.itemsize if params.chosen else 0
+    return Work(2 * tokens * params.lines * params.terms, moved * params.dtype.itemsize + places)
 
 
 def inputs(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
-    """Rows apart from each other in NaN."""
-    params = case.params
+    """Rows apart from each other in NaN. With chosen tokens there are as many as the first length, and those that
+    nobody names are NaN."""
+    params, tokens = case.params, sum(case.new)
 
     def rows(count: int) -> Tensor:
         gap = ((params.terms // params.align) | 1) + 2
@@ -179,7 +188,13 @@ def inputs(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
         return found
 
     bias = torch.randn(params.lines, generator=generator).to(params.dtype) if params.biased else None
-    return {"x": rows(sum(case.new)), "weight": rows(params.lines).mul_(params.terms**-0.5), "bias": bias}
+    found: dict[str, Any] = {"weight": rows(params.lines).mul_(params.terms**-0.5), "bias": bias}
+    if not params.chosen:
+        return {"x": rows(tokens), **found}
+    chosen = torch.randint(0, case.lengths[0], (tokens,), generator=generator)
+    x = rows(case.lengths[0])
+    x[torch.ones(len(x), dtype=torch.bool).index_fill(0, chosen, False)] = math.nan
+    return {"x": x, "rows": chosen, **found}
 
 
 def _case(name: str, tokens: int, **changes: Any) -> Case[Params]:
@@ -200,10 +215,22 @@ CASES = (
     replace(_case("largest", 16, terms=18432, lines=129280, **BF16), lengths=(4096,)),
 )
 
-SPECS = (
-    KernelSpec(
+CHOSEN = tuple(
+    replace(_case(name, tokens, chosen=True, **changes), lengths=(length,))
+    for name, tokens, length, changes in (
+        ("one", 1, 2, {"terms": 1, "lines": 1, "align": 1}),
+        ("single", 1, 9, {"terms": 300, "lines": 37, "biased": True, "align": 1}),
+        ("some", 3, 70, {"terms": 130, "lines": 67, "biased": True, "align": 1}),
+        ("twice", 7, 2, BF16),
+        ("typical", 4, 4096, {"terms": 7168, "lines": 129280, **BF16}),
+    )
+)
+
+
+def _spec(op: Op, cases: tuple[Case[Params], ...]) -> KernelSpec[Params, Config]:
+    return KernelSpec(
         name="linear",
-        op=ops.LINEAR,
+        op=op,
         params=Params,
         config=Config,
         sources={"triton": "triton.py.j2"},
@@ -212,9 +239,11 @@ SPECS = (
         space=space,
         plan=plan,
         work=work,
-        cases=CASES,
+        cases=cases,
         inputs=inputs,
         tolerance={torch.float32: 5e-6, torch.bfloat16: 2**-7},
         few=FEW,
-    ),
-)
+    )
+
+
+SPECS = (_spec(ops.LINEAR, CASES), _spec(ops.OUTPUT_PROJECTION, CHOSEN))

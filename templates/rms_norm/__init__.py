@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, alone, after a residual addition and of some rows: three operations, one template.
+"""Root-mean-square normalisation, alone and after a residual addition: two operations, one template.
 
 A row is read once and kept in registers, because the kernel is bound by memory; rows that are too long for that are
 refused rather than read twice. Small rows share a program, which tuning decides by the number of tokens.
@@ -45,8 +45,7 @@ HEADS = 3
 @dataclass(frozen=True)
 class Params:
     """size: elements of a row. leading: how many sizes before it may differ from 1. align: elements, of which every row
-    starts at a multiple. residual: normalise x + residual and return both. chosen: of some rows, and return the norm
-    alone."""
+    starts at a multiple. residual: normalise x + residual and return both."""
 
     size: int
     leading: int
@@ -54,14 +53,13 @@ class Params:
     weight_dtype: torch.dtype
     weighted: bool
     residual: bool
-    chosen: bool
     eps: float
     offset: float
     cast_first: bool
     align: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.size <= LONGEST or self.leading not in (1, 2) or self.leading + self.chosen > 2:
+        if not 1 <= self.size <= LONGEST or self.leading not in (1, 2):
             raise ValueError(f"rows of {self.size} elements under {self.leading} sizes cannot be normalised")
 
 
@@ -74,9 +72,9 @@ class Config:
 
 
 def bind(call: Call) -> Params | Refused:
-    """Params of a call of rms_norm, add_rms_norm or rows_rms_norm."""
+    """Params of a call of rms_norm or add_rms_norm."""
     given = call.arguments
-    x, weight, residual, chosen = given["x"], given["weight"], given.get("residual"), given.get("rows")
+    x, weight, residual = given["x"], given["weight"], given.get("residual")
     size = x.shape[-1]
     if x.dtype not in DTYPES or (residual is not None and residual.dtype != x.dtype):
         return Refused(f"rows of {x.dtype} have no kernel")
@@ -88,10 +86,8 @@ def bind(call: Call) -> Params | Refused:
     leading = 1 if not many or many[0] == x.dim() - 2 else x.dim() - 1 - many[0]
     if leading > 2 or x.dim() < 2:
         return Refused(f"rows under {leading} sizes; collapse them to two")
-    if leading == 2 and (residual is not None or chosen is not None):
-        return Refused("an addition or a choice of rows before the norm of heads")
-    if chosen is not None and (chosen.dtype != torch.int64 or not statically_known_true(chosen.stride(0) == 1)):
-        return Refused(f"rows chosen by {chosen.dtype}, or by numbers with gaps")
+    if leading == 2 and residual is not None:
+        return Refused("an addition before the norm of heads")
     for tensor in (x, residual, weight):
         if tensor is not None and not side_by_side(tensor):
             return Refused("the elements of a row do not lie side by side")
@@ -102,7 +98,6 @@ def bind(call: Call) -> Params | Refused:
         weight_dtype=x.dtype if weight is None else weight.dtype,
         weighted=weight is not None,
         residual=residual is not None,
-        chosen=chosen is not None,
         eps=float(given["eps"]),
         offset=float(given["offset"]),
         cast_first=bool(given["cast_first"]),
@@ -135,8 +130,6 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     rows: Expr = ("size", "x", -2)
     if params.leading == 2:
         rows = ("mul", ("size", "x", -3), rows)
-    if params.chosen:
-        rows = ("size", "rows", -1)
     inner: Expr = ("size", "x", -2)
     shape = (None, None, params.size)[-1 - params.leading :]
 
@@ -152,16 +145,11 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     results = [Buffer("out", name, (rows, params.size))]
     if params.residual:
         operands.append(Operand("residual", name, shape))
-        arguments += [pointer("residual", params.dtype, align), *steps("residual")]
-    if params.residual and not params.chosen:
         results.append(Buffer("total", name, (rows, params.size)))
-        arguments.append(pointer("total", params.dtype))
+        arguments += [pointer("residual", params.dtype, align), pointer("total", params.dtype), *steps("residual")]
     if params.weighted:
         operands.append(Operand("weight", type_name(params.weight_dtype), (params.size,)))
         arguments.append(pointer("weight", params.weight_dtype, align))
-    if params.chosen:
-        operands.append(Operand("rows", "int64", (None,)))
-        arguments.append(Argument("chosen", "*i64", "rows", torch.int64.itemsize))
     arguments += [pointer("out", params.dtype), Argument("rows", "i32", rows), Argument("inner", "i32", inner)]
     arguments += steps("x")
     grid = (("cdiv", rows, config.rows),)
@@ -170,12 +158,11 @@ def plan(params: Params, config: Config) -> LaunchPlan:
 
 
 def work(params: Params, new: Sequence[int], lengths: Sequence[int]) -> Work:
-    """Every operand moved once, four operations an element or five; a new token is a row of the result here."""
+    """Every operand moved once, four operations an element or five; a new token is a row here."""
     elements = sum(new) * params.size
-    moved = (4 - params.chosen if params.residual else 2) * elements * params.dtype.itemsize
+    moved = (4 if params.residual else 2) * elements * params.dtype.itemsize
     weight = params.size * params.weight_dtype.itemsize if params.weighted else 0
-    places = sum(new) * torch.int64.itemsize if params.chosen else 0
-    return Work((5 if params.residual else 4) * elements, moved + weight + places)
+    return Work((5 if params.residual else 4) * elements, moved + weight)
 
 
 def inputs(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
@@ -194,18 +181,14 @@ def inputs(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
         return inner.transpose(1, 2) if params.leading == 2 else inner
 
     found: dict[str, Any] = {"x": scattered()}
-    if params.residual or params.chosen:
-        found["residual"] = scattered() if params.residual else None
-    if params.chosen:
-        found["rows"] = torch.randint(0, rows[1], (sum(case.new),), generator=generator)
-        idle = torch.ones(rows[1], dtype=torch.bool).index_fill(0, found["rows"], False)
-        found["x"][:, idle] = math.nan
+    if params.residual:
+        found["residual"] = scattered()
     found["weight"] = random(params.size, dtype=params.weight_dtype) if params.weighted else None
     return {**found, "eps": params.eps, "offset": params.offset, "cast_first": params.cast_first}
 
 
 def _params(size: int, dtype: torch.dtype, **changes: Any) -> Params:
-    usual = Params(size, 1, dtype, dtype, True, False, False, 1e-6, 0.0, True, 1)
+    usual = Params(size, 1, dtype, dtype, True, False, 1e-6, 0.0, True, 1)
     return replace(usual, **changes)
 
 
@@ -229,23 +212,7 @@ def _cases(*, residual: bool) -> tuple[Case[Params], ...]:
     )
 
 
-def _chosen_cases() -> tuple[Case[Params], ...]:
-    """Fewer rows than there are, more (some of them twice), with and without an addition and a weight."""
-    f32, bf16 = DTYPES
-    made = partial(_params, chosen=True)
-    return (
-        Case("one", made(1, f32), (1,), (1,)),
-        Case("some", made(127, f32, offset=1.0), (3,), (9,)),
-        Case("twice", made(5, bf16, cast_first=False), (8,), (3,)),
-        Case("sum", made(129, f32, residual=True), (4,), (30,)),
-        Case("bare", made(96, bf16, residual=True, weighted=False, align=16), (7,), (64,)),
-        Case("latent", made(512, bf16, residual=True, align=16), (2,), (700,)),
-        Case("typical", made(2048, bf16, residual=True, align=16), (64,), (4096,)),
-        Case("largest", made(16384, bf16, residual=True, align=16), (256,), (8192,)),
-    )
-
-
-def _spec(op: Op, cases: tuple[Case[Params], ...]) -> KernelSpec[Params, Config]:
+def _spec(op: Op, *, residual: bool) -> KernelSpec[Params, Config]:
     return KernelSpec(
         name="rms_norm",
         op=op,
@@ -257,14 +224,10 @@ def _spec(op: Op, cases: tuple[Case[Params], ...]) -> KernelSpec[Params, Config]
         space=space,
         plan=plan,
         work=work,
-        cases=cases,
+        cases=_cases(residual=residual),
         inputs=inputs,
         tolerance={torch.float32: 2e-6, torch.bfloat16: 2**-7},
     )
 
 
-SPECS = (
-    _spec(ops.RMS_NORM, _cases(residual=False)),
-    _spec(ops.ADD_RMS_NORM, _cases(residual=True)),
-    _spec(ops.ROWS_RMS_NORM, _chosen_cases()),
-)
+SPECS = (_spec(ops.RMS_NORM, residual=False), _spec(ops.ADD_RMS_NORM, residual=True))

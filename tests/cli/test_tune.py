@@ -23,10 +23,10 @@ from tests.sweeping import FakeMachine, FakeTimer, spec_of
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = [sys.executable, "-m", "deepinfer_compile.cli", "tune"]
 ENV = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-LINEAR = {"terms": 12, "lines": 5, "dtype": "float32", "biased": True, "align": 4}
+LINEAR = {"terms": 12, "lines": 5, "dtype": "float32", "biased": True, "align": 4, "chosen": False}
 NORM = {
     "size": 40, "leading": 1, "dtype": "float32", "weight_dtype": "float32", "weighted": True, "residual": False,
-    "chosen": False, "eps": 1e-6, "offset": 0.0, "cast_first": True, "align": 1,
+    "eps": 1e-6, "offset": 0.0, "cast_first": True, "align": 1,
 }  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def test_kernels_are_swept_in_the_interpreter(tmp_path: Path) -> None:
 
 def test_a_killed_sweep_goes_on(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    linear = shapes_file(tmp_path, "linear", {"params": LINEAR, "tokens": [3]})
+    linear = shapes_file(tmp_path, "linear", {"op": "linear", "params": LINEAR, "tokens": [3]})
     arguments = ["linear", "--shapes", str(linear), "--store", str(store)]
     quiet = subprocess.DEVNULL
     running = subprocess.Popen([*COMMAND, *arguments], cwd=ROOT, env=ENV, stdout=quiet, stderr=quiet)

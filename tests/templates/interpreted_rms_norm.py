@@ -15,7 +15,6 @@ from tests.triton_interpreter import run
 
 SPEC = next(s for s in specs() if s.op is ops.RMS_NORM)
 ADD = next(s for s in specs() if s.op is ops.ADD_RMS_NORM)
-CHOSEN = next(s for s in specs() if s.op is ops.ROWS_RMS_NORM)
 
 
 def call(x: torch.Tensor, weight: torch.Tensor | None, folder: Path, rows: int = 1, **options: Any) -> torch.Tensor:
@@ -83,24 +82,3 @@ def test_a_nan_row_stays_alone(tmp_path: Path) -> None:
 
 def test_no_rows(tmp_path: Path) -> None:
     assert call(torch.ones(0, 8), None, tmp_path).shape == (0, 8)
-
-
-@pytest.mark.parametrize("added", [False, True])
-def test_rows_that_are_not_wanted_are_not_read(added: bool, tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(6)
-    x, residual = (torch.randn(1, 40, 33, generator=generator) for _ in range(2))
-    rows = torch.tensor([39, 0, 7, 7, 21])
-    idle = torch.ones(40, dtype=torch.bool).index_fill(0, rows, False)
-    given: dict[str, Any] = {"x": x, "residual": residual if added else None, "rows": rows, "weight": x[0, 0].clone()}
-    given |= {"eps": 1e-6, "offset": 0.0, "cast_first": True}
-    wanted = CHOSEN.op.reference(*given.values())
-    x[:, idle] = residual[:, idle] = math.nan
-    params = CHOSEN.bind(Call(CHOSEN.op, given, "decode"))
-    for config in (CHOSEN.config(1, 1), CHOSEN.config(4, 1)):
-        (made,) = run(CHOSEN, params, config, given, tmp_path)
-        assert torch.allclose(made, wanted[0], rtol=1e-6, atol=1e-6)
-    (none,) = run(CHOSEN, params, CHOSEN.config(1, 1), {**given, "rows": rows[:0]}, tmp_path)
-    assert none.shape == (0, 33)
-    heads = {**given, "x": x.view(1, 5, 8, 33), "residual": None}
-    assert "before the norm of heads" in CHOSEN.bind(Call(CHOSEN.op, heads, "decode")).reason
-    assert "torch.int32" in CHOSEN.bind(Call(CHOSEN.op, {**given, "rows": rows.int()}, "decode")).reason

@@ -211,7 +211,7 @@ def test_what_a_kernel_does_not_take_is_refused_with_the_reason() -> None:
         (norm_call(torch.ones(8, 2).t()), "side by side"),
         (norm_call(torch.ones(2, 2, 2, 8)), "two"),
         (norm_call(torch.ones(1, 40000)), "longer"),
-        (Call(ops.OUTPUT_PROJECTION, {}, "decode"), "no kernel template"),
+        (Call(ops.COMPLEX_ROPE_TABLE, {}, "decode"), "no kernel template"),
     ):
         found = select(call, "triton")
         assert isinstance(found, Refused)

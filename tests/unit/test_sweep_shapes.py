@@ -15,15 +15,15 @@ from tests.sweeping import FakeMachine, FakeTimer, spec_of
 
 SHAPES = Path(__file__).parent.parent / "bench" / "shapes"
 GOOD = (
-    '[{"params": {"terms": 20, "lines": 6, "dtype": "float32", "biased": true, "align": 4}, "tokens": [2], '
-    '"new": 1, "context": 9}]'
+    '[{"op": "linear", "params": {"terms": 20, "lines": 6, "dtype": "float32", "biased": true, "align": 4, '
+    '"chosen": false}, "tokens": [2], "new": 1, "context": 9}]'
 )
 BROKEN = (
     (GOOD, "", "not valid JSON"),
     (GOOD, "[]", "is not a list of 1 entries or more"),
     (GOOD, "{}", "is not a list"),
     (GOOD, '[{"tokens": [1]}]', "lacks the key 'params'"),
-    (GOOD, '[{"params": {}, "tokens": [1]}]', "lacks terms, lines, dtype, biased, align"),
+    (GOOD, '[{"op": "linear", "params": {}, "tokens": [1]}]', "lacks terms, lines, dtype, biased, align, chosen"),
     ('"lines"', '"rows"', "lacks lines and has the unknown rows"),
     ("20", '"20"', "params.terms is '20', not of type int"),
     ("20", "[1, [2]]", "params.terms is '[1, [2]]', not of type int"),
@@ -41,7 +41,7 @@ BROKEN = (
     ('"new": 1', '"new": 3', "tokens has 2, no multiple of 3"),
     ('"context": 9', '"context": 0', "context is not a whole number from 1"),
     ('"new": 1, "context": 9', '"new": 2, "context": 1', "context is 1, less than 2 new tokens"),
-    ('"new"', '"op": "experts", "new"', "op names none of the template's operations"),
+    ('"op": "linear"', '"op": "experts"', "op names none of the template's operations"),
     ('"new"', '"sizes": 1, "new"', "has the unknown key 'sizes'"),
     ('"lines": 6', '"lines": 10000000', "its operands take"),
 )
@@ -102,7 +102,7 @@ def test_nothing_to_measure_is_an_error(tmp_path: Path) -> None:
 def test_own_cases_leave_out_what_is_too_large(tmp_path: Path) -> None:
     sweep = Sweep(FakeMachine(dtypes=(torch.float32,)), FakeTimer(lambda c: 1.0), Store(tmp_path))
     found = list(sweep.run(read_shapes("rms_norm", "default")))
-    cases = [c for s in (spec_of("rms_norm"), spec_of("add_rms_norm"), spec_of("rows_rms_norm")) for c in s.cases]
+    cases = [c for s in (spec_of("rms_norm"), spec_of("add_rms_norm")) for c in s.cases]
     assert len(found) == sum(c.params.dtype == torch.float32 for c in cases)
     assert len(sweep.notes) == len(cases) - len(found)
     assert all("does not compute in torch.bfloat16" in note for note in sweep.notes)
