@@ -142,6 +142,10 @@ def _print(found: dict[str, Any], console: Console) -> None:
         for p in kind["passes"]:
             _print_pass(p, console)
         _print_kernels([k for k in found.get("kernels", ()) if k["block"] == kind["name"]], console)
+    shown = {kind["name"] for kind in found["kinds"]}
+    for block in dict.fromkeys(k["block"] for k in found.get("kernels", ()) if k["block"] not in shown):
+        console.print(f"\n{block}", style="bold")
+        _print_kernels([k for k in found["kernels"] if k["block"] == block], console)
     if found["quiet"]:
         console.print(f"\nfound no candidate: {', '.join(found['quiet'])}", soft_wrap=True)
     for waiver in found["waivers"]:

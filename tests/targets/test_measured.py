@@ -99,6 +99,20 @@ def test_explain_shows_the_kernels_of_a_layer(bundle: Path) -> None:
     assert re.search(r"GFLOP, \S+ MB, \S+ us at best", layer)
 
 
+def test_explain_shows_every_node_that_computes(bundle: Path) -> None:
+    shown = CliRunner().invoke(app, ["explain", str(bundle)]).stdout
+    sections = {part.split("\n")[0].split(", ")[-1]: part for part in shown.split("\n\n")}
+    rows = explain_bundle(read_bundle(bundle))["kernels"]
+    assert {row["block"] for row in rows} > {"suffix", "logits"}
+    for row in rows:
+        assert f" {row['node']}: " in sections[row["block"]]
+
+
+def test_library_choices_are_said_and_not_measured() -> None:
+    choice = {"tokens": None, "library": "torch"}
+    assert choice_words(choice) == "more tokens: by torch, whose library is as fast there or faster"
+
+
 def test_without_the_gpu_nothing_is_measured(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(CannotMeasure, match="nvidia-sm90, and this machine has no such GPU"):
