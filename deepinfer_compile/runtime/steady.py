@@ -1,7 +1,7 @@
 """Decode steps that differ from the one before by a token a request: their inputs follow from it.
 
-While no request comes or goes and none crosses the border of a page, plans and tables stay as they are and only
-positions move on. On a slow host, making them anew takes longer than a small model's step.
+While no request comes or goes (others may wait for a seat) and none crosses the border of a page, plans and tables
+stay as they are and only positions move on. On a slow host, making them anew takes longer than a small model's step.
 """
 
 from __future__ import annotations

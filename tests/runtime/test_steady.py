@@ -99,6 +99,19 @@ def test_most_steps_of_a_quiet_batch_are_kept() -> None:
     assert made <= 1 + 1 + 4 * 4
 
 
+def test_steps_are_kept_while_the_queue_waits_for_a_seat() -> None:
+    target = scheduler(seats=2)
+    for name in "abc":
+        target.add(request(name, 10))
+    for i in range(2):
+        step(target, i)
+    kept = target._kept
+    assert kept is not None
+    step(target, 2)
+    assert target._kept is kept
+    assert len(target.waiting) == 1
+
+
 @pytest.mark.parametrize("dropped", [1, 3, 70])
 def test_dropped_tokens_are_made_anew(dropped: int) -> None:
     """The newest tokens taken back across the border of a page, as callers with `backtrack` may."""
