@@ -27,7 +27,7 @@ from deepinfer_compile.runtime.kernel_blocks import StepState
 from deepinfer_compile.runtime.pages import Ints
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Numbers of requests for which graphs are captured. Filling up costs at most half of a step's requests."""
+"""Numbers of requests for which graphs are captured. At most half of a graph's requests are there to fill it up."""
 
 FIXED = ("rows", "query_start")
 """One token a request: the same in every step."""
@@ -142,9 +142,9 @@ class DecodeGraphs:
         stream = torch.cuda.current_stream(self.device)
         if self.running:
             stream.synchronize()
+        self.running = True  # before it is, since an interrupt may come at any moment
         found.packed.fill({name: held.numpy() for name, held in given.items()} | dict(numbers or {}))
         found.graph.replay()
-        self.running = True
         if found.tokens is None or numbers is None:
             return found.logits[:requests], None
         stream.synchronize()

@@ -1,7 +1,8 @@
 """A block some of whose nodes have kernels: node by node, a kernel where there is one, else the graph's operation.
 
-Which kernel a node gets depends on how many tokens a step has. Everything is checked when the bundle is opened: that
-the graph is the block's own, that kernels exist and that their nodes call operations of the dialect.
+Which kernel a node gets, or that a library computes it, depends on how many tokens a step has. Everything is checked
+when the bundle is opened: that the graph is the block's own, that kernels exist and that their nodes call operations
+that kernels compute.
 """
 
 from __future__ import annotations

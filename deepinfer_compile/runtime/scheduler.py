@@ -109,7 +109,8 @@ class Scheduler:
 
         Tables are final after this call; `advance` must follow when the step has run.
         """
-        if self._kept is not None and not self.waiting and self._is_steady(*self._kept):
+        admits = self.waiting and self._free
+        if self._kept is not None and not admits and self._is_steady(*self._kept):
             return self._kept[0]
         seats = self._running
         count = self._grant(seats)

@@ -1,7 +1,7 @@
 """Decode steps that differ from the one before by a token a request: their inputs follow from it.
 
-While no request comes or goes and none crosses the border of a page, plans and tables stay as they are and only
-positions move on. On a slow host, making them anew takes longer than a small model's step.
+While no request comes or goes (others may wait for a seat) and none crosses the border of a page, plans and tables
+stay as they are and only positions move on. On a slow host, making them anew takes longer than a small model's step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Steady:
         return cls(inputs, done, prompt, tuple(meta.slot.numpy() for meta in inputs.groups), left)
 
     def covers(self, done: Ints) -> bool:
-        """Whether a step that finds these rows written is one of the `left` ones; all requests have moved alike."""
-        return bool((done - self.done <= self.left).all())
+        """Whether a step that finds these rows written is one of the `left` ones, and no request has gone back."""
+        moved = done - self.done
+        return bool(((moved >= 0) & (moved <= self.left)).all())
 
     def step(self, done: Ints, newest: Ints) -> StepInput:
         """The inputs of a step that finds `done` rows written and feeds the `newest` tokens."""

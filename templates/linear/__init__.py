@@ -83,6 +83,8 @@ def bind(call: Call) -> Params | Refused:
     x, weight, bias, chosen = given["x"], given["weight"], given["bias"], given.get("rows")
     if weight.dtype not in DTYPES or any(t is not None and t.dtype != weight.dtype for t in (x, bias)):
         return Refused(f"a weight of {weight.dtype} for rows of {x.dtype}")
+    if x.dim() < 2 or weight.dim() != 2:
+        return Refused(f"{x.dim()} dimensions by {weight.dim()}; give rows and a matrix")
     if not all(isinstance(n, int) for n in weight.shape) or not all(
         statically_known_true(n == 1) for n in x.shape[:-2]
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,3 +97,37 @@ def test_most_steps_of_a_quiet_batch_are_kept() -> None:
     made = len({id(p) for p in plans})
     # two requests, two borders of pages each in 64 steps, and the first
     assert made <= 1 + 1 + 4 * 4
+
+
+def test_steps_are_kept_while_the_queue_waits_for_a_seat() -> None:
+    target = scheduler(seats=2)
+    for name in "abc":
+        target.add(request(name, 10))
+    for i in range(2):
+        step(target, i)
+    kept = target._kept
+    assert kept is not None
+    step(target, 2)
+    assert target._kept is kept
+    assert len(target.waiting) == 1
+
+
+@pytest.mark.parametrize("dropped", [1, 3, 70])
+def test_dropped_tokens_are_made_anew(dropped: int) -> None:
+    """The newest tokens taken back across the border of a page, as callers with `backtrack` may."""
+    kept, anew = (scheduler(seats=2) for _ in range(2))
+    for target in (kept, anew):
+        target.add(request("a", 128))
+        target.add(request("b", 150))
+    for i in range(4):
+        for target in (kept, anew):
+            step(target, i)
+    assert kept._kept is not None
+    for target in (kept, anew):
+        target._done[:2] -= dropped
+        target._length[:2] -= dropped
+    anew._kept = None
+    one, other = step(kept, 4), step(anew, 4)
+    assert one is not None
+    assert other is not None
+    equal(one, other)

@@ -258,6 +258,12 @@ def test_atens_linear_is_a_call_of_ours(biased: bool) -> None:
     assert (params.terms, params.lines, params.biased) == (8, 4, biased)
 
 
+@pytest.mark.parametrize(("x", "weight"), [((8,), (4, 8)), ((2, 8), (8,)), ((3, 2, 8), (4, 8))])
+def test_a_linear_of_other_sizes_than_rows_and_lines_is_refused(x: tuple[int, ...], weight: tuple[int, ...]) -> None:
+    given = {"x": torch.ones(x), "weight": torch.ones(weight), "bias": None}
+    assert isinstance(next(s for s in specs() if s.op is ops.LINEAR).bind(Call(ops.LINEAR, given, "decode")), Refused)
+
+
 def test_alignment_is_what_offsets_and_strides_prove() -> None:
     whole = torch.empty(4, 64)
     assert alignment(whole, None) == 16
