@@ -18,9 +18,20 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from deepinfer_compile.errors import NoBoundary
-from deepinfer_compile.graph import is_op, place_of, shape_text, strip, target_name, tensor, value
+from deepinfer_compile.graph import (
+    argument,
+    is_op,
+    place_of,
+    remove_dead,
+    shape_text,
+    strip,
+    target_name,
+    tensor,
+    value,
+)
+from deepinfer_compile.match_attention import Heads, ungrouped
 from deepinfer_compile.mixing import Mixing, classify
-from deepinfer_compile.ops import EXPERTS
+from deepinfer_compile.ops import ATTENTION, EXPERTS
 from deepinfer_compile.program import Program
 
 A = torch.ops.aten
@@ -114,7 +125,19 @@ def find_boundary(program: Program) -> Boundary:
     """The boundary of a program in which attention is raised and reads no caches yet. Raises NoBoundary."""
     origins: dict[Node, tuple[Node, Node]] = {}
     flat = program.flatten(origins)
+    _share_heads(flat)
     return _Search(flat, origins, classify(flat, program)).boundary()
+
+
+def _share_heads(flat: GraphModule) -> None:
+    """Let attention read keys and values as they are made, not as other layers were handed them, repeated by heads."""
+    for node in flat.graph.nodes:
+        if not is_op(node, ATTENTION.overload):
+            continue
+        k, v = (ungrouped(Heads(argument(node, name))) for name in ("k", "v"))
+        if not (k.turned or v.turned) and tensor(k.node).shape[1] == tensor(v.node).shape[1]:
+            node.args = (node.args[0], k.node, v.node, *node.args[3:])
+    remove_dead(flat.graph)
 
 
 class _Search:
@@ -290,12 +313,22 @@ class _Search:
 
     def _sides(self, below: set[Node], keys: list[Node], crossing: tuple[Node, ...]) -> Sides:
         calls = {n for n in self.flat.graph.nodes if n.op == "call_function"}
-        above = [o for o in self.outputs if o not in below]
-        decoder = self.before(above, {*crossing, *keys}) & calls
         boundary = self.before(keys, crossing) & calls
         encoder = self.before([*crossing, *(o for o in self.outputs if o in below)]) & calls
+        decoder = self._above([o for o in self.outputs if o not in below], crossing) & calls
         parts = frozenset(encoder), frozenset(boundary), frozenset(decoder)
         return Sides(self.flat, self.origins, self.mixing, *parts, crossing, tuple(keys))
+
+    def _above(self, results: list[Node], crossing: tuple[Node, ...]) -> set[Node]:
+        """What computes the results of crossing rows and global keys; what it reads row by row it makes again."""
+        left, found = list(results), set[Node]()
+        while left:
+            node = left.pop()
+            if node in found or node in crossing:
+                continue
+            found.add(node)
+            left.extend(n for n in node.all_input_nodes if node.op == "call_function" and self._reads_row(node, n))
+        return found
 
     # -- words --------------------------------------------------------------------------------------------------------
 
