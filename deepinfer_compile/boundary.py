@@ -32,6 +32,7 @@ from deepinfer_compile.graph import (
 from deepinfer_compile.match_attention import Heads, ungrouped
 from deepinfer_compile.mixing import Mixing, classify
 from deepinfer_compile.ops import ATTENTION, EXPERTS
+from deepinfer_compile.pairs import Edge
 from deepinfer_compile.program import Program
 
 A = torch.ops.aten
@@ -45,6 +46,7 @@ REPEATS = (
     A.select.int,
 )
 """What may stand between keys as they are made and as an attention reads them."""
+VIEWS = (A.unsqueeze.default, A.squeeze.dim, A.reshape.default, A.transpose.int)
 FIXES = {
     "decoder only": "build it without a split: every layer needs every token of the prompt",
     "source above": "let that layer read the keys and values that the layers below it share",
@@ -85,7 +87,7 @@ class Sides:
     """The flat graph and which of its calls each part computes. A call may be in several parts.
 
     origins: the block call and the node in the block that a flat call stands for. crossing: nodes whose rows the
-    decoder gets. globals: nodes that it reads for all tokens.
+    decoder gets. whole: operands, each with the call of the decoder that reads it for all tokens; globals: these nodes.
     """
 
     flat: GraphModule
@@ -95,6 +97,7 @@ class Sides:
     boundary: frozenset[Node]
     decoder: frozenset[Node]
     crossing: tuple[Node, ...]
+    whole: frozenset[Edge]
     globals: tuple[Node, ...]
 
 
@@ -150,6 +153,7 @@ class _Search:
         self.outputs = [o for o in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(o, Node)]
         self.attention = [n for n, m in mixing.items() if m.keys]
         self.globals = [n for n in self.attention if mixing[n].kind == "causal"]
+        self.whole = frozenset[Edge]()
 
     def boundary(self) -> Boundary:
         """The lowest cut. Raises NoBoundary."""
@@ -158,7 +162,8 @@ class _Search:
         above = [g for g in self.globals if g not in below]
         self._check_shared(above, below)
         self._check_window(below)
-        keys = list(dict.fromkeys(k for g in above for k in self.mixing[g].keys))
+        self.whole = frozenset(edge for g in above for edge in self.mixing[g].reads)
+        keys = sorted({k for k, _ in self.whole}, key=self.order.__getitem__)
         crossing = self._narrowest(below, keys, self.outputs)
         self._check_drafts(below, keys, crossing)
         sides = self._sides(below, keys, crossing)
@@ -202,11 +207,9 @@ class _Search:
 
     def _check_shared(self, above: list[Node], below: set[Node]) -> None:
         """Some attention above must read keys that are older than its queries; else every cache is a layer's own."""
-        if any(self._mixes_outside(self.mixing[g].queries, below) for g in above):
+        if any(self._is_late(g, below) for g in above):
             return
-        shared = [
-            g for g in self.globals if self._mixes_outside(self.mixing[g].queries, self.before(self.mixing[g].keys))
-        ]
+        shared = [g for g in self.globals if self._is_late(g, self.before(self.mixing[g].keys))]
         last = self.globals[-1] if self.globals else None
         if shared and last is not None:
             reader = self.layer(shared[-1])
@@ -218,8 +221,17 @@ class _Search:
         reason = "every global attention reads keys that its own layer makes" if last else "no attention is global"
         raise self.refuse("decoder only", reason, last)
 
-    def _mixes_outside(self, nodes: Iterable[Node], known: set[Node]) -> bool:
-        return any(self.mixing[n].mixes and n not in known for n in self.before(nodes) if n in self.mixing)
+    def _is_late(self, node: Node, known: set[Node]) -> bool:
+        """Whether a global attention's own rows are made of mixing that is not in `known`."""
+        reads, left, seen = self.mixing[node].reads, [node], set[Node]()
+        while left:
+            user = left.pop()
+            for operand in user.all_input_nodes:
+                if operand in seen or (operand, user) in reads:
+                    continue
+                seen.add(operand)
+                left.append(operand)
+        return any(n not in known and self.mixing[n].mixes for n in seen)
 
     def _check_window(self, below: set[Node]) -> None:
         for node, mix in self.mixing.items():
@@ -272,13 +284,18 @@ class _Search:
             raise self.refuse(
                 "no narrow cut", "a value between the halves has no row for each token", keys[0]
             ) from None
-        cut = [n for n in below - free if (n, 1) in high and (n, 0) not in high]
+        cut = {self._unviewed(n) for n in below - free if (n, 1) in high and (n, 0) not in high}
         return tuple(sorted((n for n in cut if n.op != "placeholder"), key=self.order.__getitem__))
 
+    def _unviewed(self, node: Node) -> Node:
+        """What a node that crosses is a view of, which is nearer to how the model names it."""
+        while is_op(node, *VIEWS) and self._size(node) == self._size(source := node.all_input_nodes[0]):
+            node = source
+        return node
+
     def _reads_row(self, user: Node, node: Node) -> bool:
-        """Whether a call above reads a node's rows, and not as global keys."""
-        mix = self.mixing[user]
-        return mix.kind != "causal" or node in mix.queries
+        """Whether a call above reads a node's rows, and not for all tokens."""
+        return (node, user) not in self.whole
 
     def _read_above(self, below: set[Node], wanted: set[Node]) -> set[Node]:
         """Nodes below that wanted calls above read as rows, and what these are made of row by row."""
@@ -317,7 +334,7 @@ class _Search:
         encoder = self.before([*crossing, *(o for o in self.outputs if o in below)]) & calls
         decoder = self._above([o for o in self.outputs if o not in below], crossing) & calls
         parts = frozenset(encoder), frozenset(boundary), frozenset(decoder)
-        return Sides(self.flat, self.origins, self.mixing, *parts, crossing, tuple(keys))
+        return Sides(self.flat, self.origins, self.mixing, *parts, crossing, self.whole, tuple(keys))
 
     def _above(self, results: list[Node], crossing: tuple[Node, ...]) -> set[Node]:
         """What computes the results of crossing rows and global keys; what it reads row by row it makes again."""
@@ -334,14 +351,14 @@ class _Search:
 
     def _report(self, above: list[Node], below: set[Node], sides: Sides) -> Boundary:
         layers = [self._layers(n for n in self.attention if (n in below) is side) for side in (True, False)]
-        windowed = [n for n in self.attention if n not in below and self.mixing[n].kind == "window"]
-        crossing = tuple(self._crossing(n) for n in sides.crossing)
+        windowed = [n for n in self.attention if n not in below and self.mixing[n].window]
+        crossing = tuple(self._crossing(n) for n in sides.crossing if not self.mixing[n].numbered)
         sources = self._sources(above)
         halo = self._halo(sides)
         lasting = ", ".join(f"{c.name} ({c.bytes} bytes a token)" for c in crossing)
         why = (
             f"{len(above)} global attentions of layers {_span(layers[1])} read keys made of {lasting or 'token ids'}; "
-            f"{len(windowed)} more see windows, so the last {halo} rows give the last one exactly"
+            f"{len(windowed)} attentions there see windows, so the last {halo} rows give the last one exactly"
         )
         windows = tuple(self.mixing[n].window for n in windowed)
         return Boundary(crossing, sources, layers[0], layers[1], windows, halo, why, sides)
@@ -357,9 +374,10 @@ class _Search:
 
     def _sources(self, above: list[Node]) -> tuple[GlobalSource, ...]:
         readers: dict[tuple[Node, ...], list[Node]] = {}
+        free = self._free()
         for node in above:
-            roots = dict.fromkeys(strip(k, *REPEATS) for k in self.mixing[node].keys)
-            readers.setdefault(tuple(roots), []).append(node)
+            roots = {strip(k, *REPEATS) for k in self.mixing[node].keys} - free
+            readers.setdefault(tuple(sorted(roots, key=self.order.__getitem__)), []).append(node)
         return tuple(
             GlobalSource(
                 tuple(k.name for k in keys), self.layer(keys[0]), self.place(keys[0]), tuple(map(self.layer, nodes))

@@ -21,6 +21,7 @@ from deepinfer_compile.graph import argument, is_op, tensor, value
 from deepinfer_compile.match import expr
 from deepinfer_compile.match_moe import SHAPE_ONLY
 from deepinfer_compile.ops import ATTENTION, LATENT_ATTENTION
+from deepinfer_compile.pairs import Edge, Exit, Pair, Pairs
 from deepinfer_compile.program import Program
 from deepinfer_compile.rowwise import Call, Kind, Rows, Value, call_value, input_value
 from deepinfer_compile.skeleton import tokens_of
@@ -29,31 +30,38 @@ A = torch.ops.aten
 MOVES = (A.transpose.int, A.unsqueeze.default, A.embedding.default)
 """Calls that keep each element of the token axis apart, pointwise ones aside."""
 
-MixKind = Literal["constant", "row", "window", "causal", "not causal", "unknown"]
+MixKind = Literal["constant", "row", "pair", "window", "causal", "not causal", "unknown"]
 
 
 @dataclass(frozen=True)
 class Mixing:
     """How one call mixes positions, and what it gives.
 
-    kind: constant (made of weights or sizes alone), row (each token apart), window (a token and the `window - 1` before
-    it), causal (all up to it), not causal (later ones too), unknown, with a `reason`. queries, keys: of attention, the
-    operands of which it reads the token's own row, and every visible row. held: its token axis, None without one.
-    numbered: made of row numbers, which are positions only while every token is there.
+    kind: constant (made of weights or sizes alone), row (each token apart), pair (a row for each token and a column for
+    each that it may read), window (a token and the `window - 1` before it), causal (all up to it, perhaps beside a
+    window), not causal (later ones too), unknown, with a `reason`. reads: of attention, which operands of which calls
+    are the rows of all these tokens; everything else is read at the token's own row. held: its token axis, None without
+    one. numbered: made of row numbers, which are positions only while every token is there. sees: of a mask that is
+    true within a window only, the dimension of the tokens that are read.
     """
 
     kind: MixKind
     held: Rows | None = None
     window: int = 0
-    queries: tuple[Node, ...] = ()
-    keys: tuple[Node, ...] = ()
+    reads: frozenset[Edge] = frozenset()
     reason: str = ""
     numbered: bool = False
+    sees: int | None = None
 
     @property
     def mixes(self) -> bool:
         """Whether a token's result depends on other tokens."""
-        return self.kind not in ("constant", "row")
+        return self.kind not in ("constant", "row", "pair")
+
+    @property
+    def keys(self) -> set[Node]:
+        """Of attention, what it reads of many tokens."""
+        return {operand for operand, _ in self.reads}
 
 
 @dataclass(frozen=True)
@@ -71,12 +79,14 @@ def classify(flat: GraphModule, program: Program) -> dict[Node, Mixing]:
     tokens = expr(tokens_of(program))
     found: dict[Node, Mixing] = {}
     env: dict[Node, Any] = {}
+    pairs = Pairs(program)
     for node in flat.graph.nodes:
+        pairs.note(node)
         if node.op == "placeholder":
             env[node] = input_value(node, program, tokens)
             found[node] = _kept(env[node])
         elif node.op == "call_function":
-            env[node], found[node] = _call(node, env, tokens)
+            env[node], found[node] = _call(node, env, tokens, pairs)
     return found
 
 
@@ -85,20 +95,40 @@ def _kept(held: Value) -> Mixing:
     return Mixing("constant") if rows is None and held is not Kind.BATCH else Mixing("row", rows)
 
 
-def _call(node: Node, env: dict[Node, Any], tokens: Any) -> tuple[Any, Mixing]:
+def _call(node: Node, env: dict[Node, Any], tokens: Any, pairs: Pairs) -> tuple[Any, Mixing]:
     if is_op(node, ATTENTION.overload, LATENT_ATTENTION.overload):
         return _attention(node, env, tokens)
     if node.users and all(is_op(u, *SHAPE_ONLY) and u.args[0] is node for u in node.users):
         return Kind.CONST, Mixing("constant")
-    if is_op(node, A.arange.default, A.arange.start, *SHAPE_ONLY):
+    odd = any(isinstance(env.get(i), (_Shifted, Pair)) for i in node.all_input_nodes)
+    if is_op(node, A.arange.default, A.arange.start, *SHAPE_ONLY) and not odd:
         return _from_sizes(node, env, tokens)
     try:
-        if any(isinstance(env.get(i), _Shifted) for i in node.all_input_nodes):
-            raise NotRowwise(node=node.name, target=str(node.target), reason="its operand is shifted")
+        if odd:
+            raise NotRowwise(node=node.name, target=str(node.target), reason="it has no rule for what its operands are")
         held = call_value(node, env, tokens)
     except NotRowwise as refused:
-        return _looked_back(node, env, tokens, str(refused.values["reason"]))
+        reason = str(refused.values["reason"])
+        made = pairs.read(node, env)
+        return _looked_back(node, env, tokens, reason) if made is None else _paired(node, made, tokens)
     return held, _kept(held)
+
+
+def _paired(node: Node, made: Pair | Exit, tokens: Any) -> tuple[Any, Mixing]:
+    """A value over pairs of tokens, or what a product over its columns gives."""
+    if isinstance(made, Pair):
+        bounded = made.form == "seen" and len(made.parts) == 1 and made.parts[0].causal and made.parts[0].window > 0
+        return made, Mixing("pair", sees=made.cols if bounded else None)
+    rows = Rows("tokens", made.rows)
+    if not all(p.causal for p in made.parts):
+        return rows, Mixing("not causal", rows, reason="it sees later tokens, or nothing shows that it does not")
+    whole, near = (
+        frozenset(e for p in made.parts if (p.window == 0) is side for e in p.edges) for side in (True, False)
+    )
+    if whole & near:
+        return _unknown(node, tokens, "it reads one tensor both in a window and for all tokens")
+    window = max((p.window for p in made.parts), default=0)
+    return rows, Mixing("causal" if whole else "window", rows, window, whole or near)
 
 
 def _from_sizes(node: Node, env: dict[Node, Any], tokens: Any) -> tuple[Any, Mixing]:
@@ -116,8 +146,7 @@ def _from_sizes(node: Node, env: dict[Node, Any], tokens: Any) -> tuple[Any, Mix
 
 def _attention(node: Node, env: dict[Node, Any], tokens: Any) -> tuple[Any, Mixing]:
     plain = is_op(node, ATTENTION.overload)
-    names = (("q",), ("k", "v")) if plain else (("q_nope", "q_rope"), ("c", "k_rope"))
-    queries, keys = (tuple(argument(node, n) for n in part) for part in names)
+    reads = frozenset((argument(node, n), node) for n in (("k", "v") if plain else ("c", "k_rope")))
     window = int(argument(node, "window")) if plain else 0
     if argument(node, "mask") is not None:
         return _unknown(node, tokens, "it is attention with a mask whose meaning is not known")
@@ -126,8 +155,8 @@ def _attention(node: Node, env: dict[Node, Any], tokens: Any) -> tuple[Any, Mixi
     except NotRowwise as refused:
         return _unknown(node, tokens, str(refused.values["reason"]))
     if plain and not argument(node, "causal"):
-        return held, Mixing("not causal", held, 0, queries, keys, "its attention sees later tokens")
-    return held, Mixing("window" if window else "causal", held, window, queries, keys)
+        return held, Mixing("not causal", held, 0, reads, "its attention sees later tokens")
+    return held, Mixing("window" if window else "causal", held, window, reads)
 
 
 def _unknown(node: Node, tokens: Any, reason: str) -> tuple[Any, Mixing]:

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from deepinfer_compile.boundary import Sides
 from deepinfer_compile.errors import UnsupportedConstruct
-from deepinfer_compile.graph import Editor, is_op, remove_dead, to_text, value
+from deepinfer_compile.graph import Editor, is_op, remove_dead, tensor, to_text, value
 from deepinfer_compile.match import expr
 from deepinfer_compile.ops import ATTENTION
 from deepinfer_compile.program import Program, output_values
@@ -144,7 +144,7 @@ class Assembly:
             hole = short[weight.name]
             env[_Read(weight, False)] = graph.placeholder(hole.name)
             env[_Read(weight, False)].meta = dict(hole.meta)
-        masked = self.seen is not None and part == "decoder" and any(self._is_window(n) for n in made)
+        masked = self.seen is not None and part == "decoder" and any(map(self.is_window, made))
         seen = graph.placeholder("seen") if masked else None
         if seen is not None and self.seen is not None:
             seen.meta = {"val": value(self.seen)}
@@ -190,11 +190,12 @@ class Assembly:
         return _Read(self.sides.crossing[0], False)
 
     def _is_key(self, operand: Node, user: Node, part: str) -> bool:
-        mix = self.sides.mixing[user]
-        return part == "decoder" and mix.kind == "causal" and operand in mix.keys
+        return part == "decoder" and (operand, user) in self.sides.whole
 
-    def _is_window(self, node: Node) -> bool:
-        return bool(self.sides.mixing[node].keys) and self.sides.mixing[node].kind == "window"
+    def is_window(self, node: Node) -> bool:
+        """Whether a node takes a mask of rows, or is one: attention over a window, or the mask of one."""
+        mix = self.sides.mixing[node]
+        return mix.sees is not None or (mix.kind == "window" and is_op(node, ATTENTION.overload))
 
     def _copy(self, made: list[Node], env: dict[_Read, Node], edit: Editor, seen: Node | None) -> None:
         """Copy flat calls under the names they have in their block."""
@@ -207,16 +208,20 @@ class Assembly:
                     sizes[operand] = _size(operand, rulers, edit)
                 return sizes[operand]
             key = _Read(operand, True)
-            return env[key] if key in env and operand in self.sides.mixing[user].keys else env[_Read(operand, False)]
+            return env[key] if key in env and (operand, user) in self.sides.whole else env[_Read(operand, False)]
 
         for node in made:
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), partial(known, node))
-            if seen is not None and self._is_window(node) and is_op(node, ATTENTION.overload):
+            args, kwargs = torch.fx.node.map_arg((_unsized(node), node.kwargs), partial(known, node))
+            if seen is not None and is_op(node, ATTENTION.overload) and self.is_window(node):
                 args = (*args[:MASK], seen, *args[MASK + 1 :])
             with edit.graph.inserting_before(edit.anchor):
                 name = self.sides.origins[node][1].name
                 copied = edit.graph.create_node(node.op, node.target, args, kwargs, name=name)
             copied.meta = {k: v for k, v in node.meta.items() if k in ("val", "nn_module_stack", "stack_trace")}
+            sees = self.sides.mixing[node].sees
+            if seen is not None and sees is not None:
+                behind = [1] * (tensor(node).dim() - 1 - sees)
+                copied = edit.call(A.bitwise_and.Tensor, copied, edit.call(A.reshape.default, seen, [-1, *behind]))
             env[_Read(node, False)] = copied
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -244,6 +249,17 @@ class Assembly:
             weights=weights,
             info={**self.program.info, "split": {**info, "parts": parts}},
         )
+
+
+def _unsized(node: Node) -> tuple[Any, ...]:
+    """Arguments of a call; of one that repeats a tensor, sizes that it has already are left to it: above the boundary
+    the tokens that are read are more than those that read them."""
+    if not is_op(node, A.expand.default):
+        return node.args
+    source, sizes = tensor(node.args[0]), list(node.args[1])  # type: ignore[arg-type]
+    front = len(sizes) - source.dim()
+    kept = (-1 if i >= front and isinstance(source.shape[i - front], torch.SymInt) else s for i, s in enumerate(sizes))
+    return (node.args[0], list(kept), *node.args[2:])
 
 
 def _holes(gm: GraphModule) -> list[Node]:

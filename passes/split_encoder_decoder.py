@@ -142,6 +142,17 @@ def _block(work: Assembly, name: str, args: list[Node], make: Any) -> list[Node]
     return work.call(name, args, "decoder")
 
 
+def _pairs_before(found: Boundary, node: Node) -> set[Node]:
+    """The values over pairs of tokens that a node is made of."""
+    left, seen = [node], set[Node]()
+    while left:
+        for operand in left.pop().all_input_nodes:
+            if operand not in seen and found.sides.mixing[operand].kind == "pair":
+                seen.add(operand)
+                left.append(operand)
+    return seen
+
+
 class _OnFake(Editor):
     """An editor of a graph that holds no value to take the fake mode from."""
 
@@ -162,7 +173,16 @@ def _select(work: Assembly, program: Program, found: Boundary, crossing: list[No
 
 
 def _mark(work: Assembly, program: Program, crossing: list[Node], found: Boundary) -> None:
-    """Make the mask of kept rows, bool [T]."""
+    """Make the mask of kept rows, bool [T]. Raises BadOption where a window has no mask to add it to."""
+    sides = found.sides
+    for node in (n for n in sides.decoder if sides.mixing[n].mixes and sides.mixing[n].window):
+        if not any(work.is_window(n) for n in (node, *_pairs_before(found, node))):
+            raise BadOption(
+                name="replay",
+                value="mask",
+                reason=f"the window of {node.name} is no mask that rows can be taken out of",
+                fix="use compact",
+            )
     held = found.sides.mixing[crossing[0]].held
     assert held is not None
 
