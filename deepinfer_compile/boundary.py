@@ -353,7 +353,6 @@ class _Search:
         layers = [self._layers(n for n in self.attention if (n in below) is side) for side in (True, False)]
         windowed = [n for n in self.attention if n not in below and self.mixing[n].window]
         crossing = tuple(self._crossing(n) for n in sides.crossing if not self.mixing[n].numbered)
-        sources = self._sources(above)
         halo = self._halo(sides)
         lasting = ", ".join(f"{c.name} ({c.bytes} bytes a token)" for c in crossing)
         why = (
@@ -361,7 +360,7 @@ class _Search:
             f"{len(windowed)} attentions there see windows, so the last {halo} rows give the last one exactly"
         )
         windows = tuple(self.mixing[n].window for n in windowed)
-        return Boundary(crossing, sources, layers[0], layers[1], windows, halo, why, sides)
+        return Boundary(crossing, self._sources(above), layers[0], layers[1], windows, halo, why, sides)
 
     def _layers(self, nodes: Iterable[Node]) -> tuple[int, ...]:
         return tuple(sorted({layer for n in nodes if (layer := self.layer(n)) is not None}))
@@ -379,10 +378,8 @@ class _Search:
             roots = {strip(k, *REPEATS) for k in self.mixing[node].keys} - free
             readers.setdefault(tuple(sorted(roots, key=self.order.__getitem__)), []).append(node)
         return tuple(
-            GlobalSource(
-                tuple(k.name for k in keys), self.layer(keys[0]), self.place(keys[0]), tuple(map(self.layer, nodes))
-            )
-            for keys, nodes in readers.items()
+            GlobalSource(tuple(k.name for k in ks), self.layer(ks[0]), self.place(ks[0]), tuple(map(self.layer, nodes)))
+            for ks, nodes in readers.items()
         )
 
     def _halo(self, sides: Sides) -> int:
@@ -397,6 +394,4 @@ class _Search:
 
 
 def _span(layers: tuple[int, ...]) -> str:
-    if not layers:
-        return "?"
-    return str(layers[0]) if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+    return f"{layers[0]} to {layers[-1]}" if len(layers) > 1 else ", ".join(map(str, layers))

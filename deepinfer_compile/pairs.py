@@ -283,7 +283,7 @@ def _columns(held: Any, source: Node, user: Node) -> Pair | None:
 def _cat(node: Node, env: dict[Node, Any]) -> Pair | None:
     """Columns beside columns: keys beside keys, or scores beside scores and at the end what belongs to no token."""
     operands: Any = node.args[0]
-    dim, held = int(argument(node, "dim")) % tensor(node).dim(), [env.get(o) for o in node.args[0]]  # type: ignore[union-attr]
+    dim, held = int(argument(node, "dim")) % tensor(node).dim(), [env.get(o) for o in operands]
     if all(isinstance(h, Rows) and h.axis == "tokens" and h.inner == 1 and h.dim == dim for h in held):
         return Pair(None, dim, tuple(Part(edges=frozenset({(o, node)})) for o in operands))
     pairs = [h for h in held if isinstance(h, Pair)]
@@ -340,11 +340,12 @@ def _along(node: Node, source: Pair, env: dict[Node, Any]) -> Pair | None:
     if is_op(node, *ORDERS) and dim == source.cols and not source.tail:
         return source.plain()
     if is_op(node, *PICKS) and dim == source.cols and not source.tail:
-        others = [env.get(n) for n in node.all_input_nodes[1:]]
-        if any(not isinstance(o, Pair) or len(o.parts) != len(source.parts) for o in others):
-            return None
-        edges = [frozenset().union(*(o.parts[i].edges for o in others)) for i in range(len(source.parts))]
-        return _joined(source.plain(), edges)
+        found = source.plain()
+        for other in (env.get(n) for n in node.all_input_nodes[1:]):
+            if not isinstance(other, Pair) or len(other.parts) != len(source.parts):
+                return None
+            found = _joined(found, [p.edges for p in other.parts])
+        return found
     if (
         is_op(node, A.sum.dim_IntList, A.mean.dim, A.amax.default)
         and dim != source.cols
