@@ -210,6 +210,34 @@ def test_row_numbers_stay_positions(bound: bool) -> None:
     assert float((made - eager("spelled out", prompt(65))[[64, 63]]).abs().max()) < TOLERANCE
 
 
+class Unlisted(nn.Module):
+    """A decoder whose layers are in no list, so that capture makes one block of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Decoder(FORMS["spelled out"])
+        layers = list(self.inner.layers)
+        del self.inner.layers
+        self.inner.layers = layers
+        self.first, self.second, self.third = layers
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        made: Tensor = self.inner(input_ids, position_ids)
+        return made
+
+
+def test_one_block_is_cut_in_three() -> None:
+    model = Unlisted().eval()
+    program = Pipeline((Canonicalize(), RaiseAttention())).run(capture(model))[0]
+    assert list(program.blocks) == ["prefix"]
+    after = go_on(program, SplitEncoderDecoder(replay="compact", keep=FORMS["spelled out"].halo))[0]
+    assert after.info["split"]["exact"]
+    assert after.info["split"]["layer"] is None
+    assert set(after.info["split"]["parts"].values()) == {"encoder", "boundary", "decoder"}
+    made = after.run(given(after, model, prompt(65), FORMS["spelled out"].halo))[0, -1]
+    assert float((made - eager("spelled out", prompt(65))[-1]).abs().max()) < TOLERANCE
+
+
 def test_what_has_no_boundary_is_refused_or_left() -> None:
     model = Decoder(Form((0, 0), (False, False), 1, broken="decoder only"))
     program = Pipeline((Canonicalize(), RaiseAttention())).run(capture(model))[0]

@@ -13,7 +13,9 @@ from deepinfer_compile.errors import NoBoundary
 from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.raise_attention import RaiseAttention
 from deepinfer_compile.pipeline import Pipeline
+from deepinfer_compile.presets import RAISE
 from deepinfer_compile.program import Program
+from tests import models
 from tests.shared_kv import KINDS, WIDTH, Decoder, Form, draw, draw_broken
 
 FAST, ALL = 8, 200
@@ -71,6 +73,21 @@ def test_the_boundary_is_found_in_many(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(FAST_BROKEN))
 def test_what_cannot_be_split_is_refused(seed: int) -> None:
     check_refused(draw_broken(seed, FAST_DEPTH))
+
+
+def test_windows_behind_the_last_own_keys_are_no_decoder() -> None:
+    """One global layer below two windows: it reads keys of its own, so that nothing is shared."""
+    with pytest.raises(NoBoundary, match="decoder only") as caught:
+        find_boundary(raised(Form((0, 0, 5, 5), (False,) * 4, 1)))
+    assert "layer 1:" in caught.value.where
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma", "gpt_oss", "deepseek_v3"])
+def test_published_decoders_are_refused(name: str) -> None:
+    program = Pipeline(RAISE).run(capture(models.make(name)))[0]
+    with pytest.raises(NoBoundary, match="decoder only"):
+        find_boundary(program)
 
 
 @pytest.mark.slow
