@@ -13,6 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepinfer_compile.capture import capture
+from deepinfer_compile.passes.canonicalize import Canonicalize
+from deepinfer_compile.passes.raise_attention import RaiseAttention
+from deepinfer_compile.pipeline import Pipeline
+from deepinfer_compile.program import Program
+
 VOCAB, WIDTH, HEADS = 61, 24, 4
 BREAKS = (
     *("decoder only", "windows only", "own keys above", "n-grams above", "shift above", "convolution above"),
@@ -300,3 +306,8 @@ class Decoder(nn.Module):
         if self.form.broken == "features on both sides":
             return logits, torch.cat([f.flatten(2) for f in features], -1)
         return logits
+
+
+def raised(form: Form, seed: int = 0) -> Program:
+    """The captured decoder with its attention raised, which is all that the analysis needs."""
+    return Pipeline((Canonicalize(), RaiseAttention())).run(capture(Decoder(form, seed)))[0]
