@@ -154,7 +154,8 @@ class Assembly:
         out.args = (result[0] if len(result) == 1 else tuple(result),)
         remove_dead(graph)
         gm = GraphModule(torch.nn.Module(), graph)
-        revalue(gm)
+        if part == "decoder":
+            revalue(gm)
         return _Piece(gm, reads, weights, gives, masked)
 
     def _is_taken(self, node: Node, call: Node, part: str, nodes: frozenset[Node]) -> bool:

@@ -105,3 +105,24 @@ def test_a_source_above_the_boundary_is_refused() -> None:
     with pytest.raises(NoBoundary, match="source above") as caught:
         find_boundary(captured(**OWN)[1])
     assert "layer 4" in caught.value.where
+
+
+@pytest.mark.slow
+def test_forty_layers_of_the_published_roles_are_cut_at_twenty() -> None:
+    roles: dict[str, Any] = {
+        "num_hidden_layers": 40,
+        "compress_ratios": (0,) * 2 + (2,) * 18 + (1,) * 20,
+        "kv_source_layer_ids": (2, 8, 14, 20),
+        "index_source_layer_ids": (2, 8, 14, *range(20, 40, 4)),
+        "candidate_source_layer_id": 20,
+        "engram_layer_ids": (1, 14),
+        "dspark_target_layer_ids": (37, 38, 39),
+        "sliding_window": 128,
+        "hc_sinkhorn_iters": 1,
+    }
+    found = find_boundary(captured(**roles)[1])
+    assert (found.layer, found.below, found.above) == (20, tuple(range(20)), tuple(range(20, 40)))
+    assert found.windows == (128,) * 20
+    assert found.halo == 1 + 20 * 127
+    assert {s.layer for s in found.sources} == {20}
+    assert {c.layer for c in found.crossing} == {19}
