@@ -24,7 +24,8 @@ from deepinfer_compile.program import Program
 from deepinfer_compile.programjson import program_from_json, program_to_json
 from deepinfer_compile.replay import bind, weights_from
 from tests.passes.stages import go_on
-from tests.shared_kv import VOCAB, Decoder, Form
+from tests.shared_kv import VOCAB, Decoder, Form, draw
+from tests.shared_kv import raised as raised_form
 
 LENGTHS = (1, 63, 64, 65, 140)
 TOLERANCE = 1e-5
@@ -252,3 +253,25 @@ def test_what_has_no_boundary_is_refused_or_left() -> None:
 def test_options_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(BadOption):
         go_on(raised("spelled out")[1], SplitEncoderDecoder(**options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(300, 330))
+def test_random_forms_are_split(seed: int) -> None:
+    """Mask and compact agree, the last row is exact from the halo on, and off changes nothing."""
+    form, length = draw(seed), 50
+    model, ids = Decoder(form, seed), prompt(length)
+    with torch.no_grad():
+        wanted = model(ids, torch.arange(length)[None])[0]
+    made: dict[str, list[Tensor]] = {}
+    source = raised_form(form, seed)
+    for replay in ("off", *REPLAYS):
+        program = go_on(source, SplitEncoderDecoder(replay=replay))[0]
+        for keep in (program.info["split"]["keep"], form.halo):
+            rows = kept_rows(length, keep)
+            out = program.run(given(program, model, ids, keep))[0]
+            made.setdefault(replay, []).append(out if replay == "compact" else out[rows])
+    for i, (off, masked, compact) in enumerate(zip(*made.values(), strict=True)):
+        assert float((off - wanted[-len(off) :]).abs().max()) < TOLERANCE
+        assert float((masked - compact).abs().max()) < TOLERANCE
+        assert i == 0 or float((compact[-1] - wanted[-1]).abs().max()) < TOLERANCE
