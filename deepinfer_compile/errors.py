@@ -172,6 +172,12 @@ class NotRowwise(CompileError):
     exit_code = 5
 
 
+class NoBoundary(CompileError):
+    what = "the model cannot be split into an encoder and a decoder ({kind}): {reason}"
+    hint = "{fix}"
+    exit_code = 5
+
+
 class DynamicRangeLost(CompileError):
     what = "input {name!r}, dimension {dim} was asked to be dynamic but capture fixed it to {value}"
     hint = "capture with an example size of at least 2"

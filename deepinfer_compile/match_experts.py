@@ -243,7 +243,7 @@ def weighted(out: Node) -> tuple[Node, Node]:
         out, user = user, only_user(user)
     if user is not None and is_op(user, A.mul.Tensor) and len(user.all_input_nodes) == 2:
         factor = next(n for n in user.all_input_nodes if n is not out)
-        if tensor(factor).shape[-1] == 1 and str(tensor(user).shape) == shape:
+        if tensor(factor).shape[-1:] == (1,) and str(tensor(user).shape) == shape:
             return user, factor
     raise NearMiss("the experts' output is not multiplied by their weights")
 

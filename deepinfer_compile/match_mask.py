@@ -45,7 +45,7 @@ class Sight:
 def sight_of_sizes(terms: Sequence[Term], tokens: Any) -> Sight:
     """What all terms together let a query see where they are made of nothing but sizes: `tokens` queries and as many
     keys. A mask of fixed sizes is run as it is, another for several. Raises NearMiss for what has other inputs."""
-    lengths = [tokens] if isinstance(tokens, int) else _lengths({n for t in terms for n in numbers(t.node)})
+    lengths = [tokens] if isinstance(tokens, int) else lengths_for({n for t in terms for n in numbers(t.node)})
     seen = {}
     for length in lengths:
         probe = Concrete(length, device=place_of_values(terms[0].node))
@@ -53,7 +53,7 @@ def sight_of_sizes(terms: Sequence[Term], tokens: Any) -> Sight:
     return _sight(seen)
 
 
-def _lengths(written: set[float]) -> list[int]:
+def lengths_for(written: set[float]) -> list[int]:
     """Lengths to try a mask at: short ones, and beyond every number written in it."""
     large = [n for n in written if isinstance(n, int) and 2 < abs(n) < 2**31]
     if any(abs(n) > LONGEST for n in large):
@@ -107,7 +107,7 @@ class Masks:
         if not terms:
             return Sight(False)
         written = {n for t in terms for n in self._numbers(call, t.node)}
-        return _sight({n: self._seen(call, terms, n) for n in _lengths(written)})
+        return _sight({n: self._seen(call, terms, n) for n in lengths_for(written)})
 
     def _seen(self, call: Node, terms: Sequence[Term], length: int) -> Tensor:
         return _visible(terms, length, lambda node: self._value(call, node, length), CPU)

@@ -115,13 +115,20 @@ class Program:
                     env[node] = node.target(*args, **kwargs)
         raise ValueError(f"program {self.name!r} has no output")
 
-    def flatten(self) -> GraphModule:
-        """The one-level graph: every block call replaced by a copy of the block's nodes."""
+    def flatten(self, origins: dict[Node, tuple[Node, Node]] | None = None) -> GraphModule:
+        """The one-level graph: every block call replaced by a copy of the block's nodes.
+
+        origins: filled with the block call and the node inside the block that each copied node stands for.
+        """
         flat = Graph()
         env: dict[Node, Any] = {}
         for node in self.skeleton.graph.nodes:
             if node.op == "call_module":
-                env[node] = _inline(self.blocks[str(node.target)].graph, flat, [env[a] for a in node.args])  # type: ignore[index]
+                copied: dict[Node, Any] = {}
+                block = self.blocks[str(node.target)].graph
+                env[node] = _inline(block, flat, [env[a] for a in node.args], copied)  # type: ignore[index]
+                if origins is not None:
+                    origins |= {made: (node, inner) for inner, made in copied.items() if inner.op != "placeholder"}
                 continue
             env[node] = flat.node_copy(node, lambda n: env[n])
             env[node].meta = dict(node.meta)
@@ -130,9 +137,9 @@ class Program:
         return GraphModule(torch.nn.Module(), flat)
 
 
-def _inline(block: Graph, into: Graph, values: list[Any]) -> Any:
-    """Copy a block's nodes for the given input values; returns what it gives."""
-    env: dict[Node, Any] = dict(zip((n for n in block.nodes if n.op == "placeholder"), values))
+def _inline(block: Graph, into: Graph, values: list[Any], env: dict[Node, Any]) -> Any:
+    """Copy a block's nodes for the given input values, noting the copies in `env`; returns what it gives."""
+    env.update(zip((n for n in block.nodes if n.op == "placeholder"), values))
     for node in block.nodes:
         if node.op == "output":
             return torch.fx.node.map_arg(node.args[0], lambda n: env[n])

@@ -167,15 +167,12 @@ def aligned(call: Call, args: list[Node], rank: int) -> Value:
 
 def analyse(program: Program) -> Value:
     """What the program's result depends on. Raises NotRowwise for the first op that mixes tokens or has no rule."""
-    from deepinfer_compile import rowwise_aten, rowwise_dialect  # noqa: F401  (register their rules)
-
     tokens = expr(tokens_of(program))
-    caches = {c.name for c in program.caches}
     seen: dict[tuple[str, tuple[Value, ...]], Value] = {}
     env: dict[Node, Value] = {}
     for node in program.skeleton.graph.nodes:
         if node.op == "placeholder":
-            env[node] = _input(node, program, caches, tokens)
+            env[node] = input_value(node, program, tokens)
         elif node.op == "call_module":
             given = tuple(env[a] for a in node.args)
             key = (str(node.target), given)
@@ -185,14 +182,15 @@ def analyse(program: Program) -> Value:
         elif node.op == "output":
             return torch.fx.node.map_arg(node.args[0], lambda n: env[n])
         else:
-            env[node] = _call(node, env, tokens)
+            env[node] = call_value(node, env, tokens)
     raise ValueError(f"program {program.name!r} has no output")
 
 
-def _input(node: Node, program: Program, caches: set[str], tokens: Any) -> Value:
+def input_value(node: Node, program: Program, tokens: Any) -> Value:
+    """What an input of the program depends on."""
     if node.name in program.weights:
         return Kind.CONST
-    if node.name in caches:
+    if any(node.name == c.name for c in program.caches):
         return Kind.BATCH
     if node.name == "rows":
         return Kind.ROW_IDS
@@ -205,15 +203,17 @@ def _block(gm: GraphModule, given: tuple[Value, ...], tokens: Any) -> Value:
     env: dict[Node, Value] = dict(zip(holes, given))
     for node in gm.graph.nodes:
         if node.op == "call_function":
-            env[node] = _call(node, env, tokens)
+            env[node] = call_value(node, env, tokens)
         elif node.op == "output":
             out = node.args[0]
             return tuple(env[o] for o in out) if isinstance(out, (tuple, list)) else env[out]
     raise ValueError("a block has no output")
 
 
-def _call(node: Node, env: dict[Node, Value], tokens: Any) -> Value:
-    """The value of one call, by its rule."""
+def call_value(node: Node, env: dict[Node, Value], tokens: Any) -> Value:
+    """The value of one call, by its rule. Raises NotRowwise."""
+    from deepinfer_compile import rowwise_aten, rowwise_dialect  # noqa: F401  (register their rules)
+
     call = Call(node, env, tokens)
     target, inputs = node.target, node.all_input_nodes
     if isinstance(value(node), (torch.SymInt, torch.SymFloat, torch.SymBool, int)):

@@ -20,6 +20,7 @@ def _first(call: Call) -> Node:
 @rule(
     *("aten._to_copy", "aten.to", "aten.type_as", "aten.copy", "aten.alias", "aten.contiguous", "aten.detach"),
     *("aten.multiply", "aten.divide", "aten.subtract"),  # other names, which torch does not tag as pointwise
+    *("aten.floor_divide", "aten.__and__", "aten.__or__", "aten.__xor__"),
     *("aten.lift_fresh_copy", "aten.masked_fill", "aten.where", "aten.polar", "aten.complex", "aten._conj"),
     *("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like"),
 )

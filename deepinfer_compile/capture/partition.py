@@ -150,6 +150,9 @@ def _size_from(node: Node, env: dict[Node, Node], editor: Editor) -> Node:
             return editor.call(torch.ops.aten.sym_size.int, inner, dim)
         if factor.is_Integer:
             return editor.call(operator.mul, editor.call(torch.ops.aten.sym_size.int, inner, dim), int(factor))
+        more = (wanted - size).simplify()
+        if more.is_Integer:
+            return editor.call(operator.add, editor.call(torch.ops.aten.sym_size.int, inner, dim), int(more))
     raise UnsupportedConstruct(
         construct=f"size {wanted} crosses a layer boundary and no tensor input has it", fix="report the model"
     )

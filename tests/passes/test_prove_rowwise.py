@@ -91,6 +91,7 @@ ROWWISE: dict[str, Step] = {
     "parts": lambda m, x, ids: torch.cat([*x.split([5, 19], -1)[::-1], torch.stack(x.chunk(2, -1), 2).flatten(2)], -1),
     "padded": lambda m, x, ids: F.pad(x, (1, 2))[..., 3:].flip(-1).cumsum(-1).sort(-1)[0],
     "uniform rows": lambda m, x, ids: x + torch.ones(x.shape[1], 1) * m.table[1] + m.table[2].expand(x.shape[1], -1),
+    "bits": lambda m, x, ids: x * (((ids > 3) & (ids < 30)) | (ids // 7 == 5))[..., None],
     "complex": lambda m, x, ids: torch.view_as_real(torch.view_as_complex(x.view(1, -1, 12, 2)) * 1j).flatten(2),
     "chosen experts": chosen_experts,
     "grouped router": grouped_router,
