@@ -250,6 +250,12 @@ class MissingWeight(CompileError):
     exit_code = 7
 
 
+class SurplusWeight(CompileError):
+    what = "{file} holds the tensor {tensor!r}, which the model of this config has no place for"
+    hint = "use the checkpoint that belongs to this config"
+    exit_code = 7
+
+
 class BadWeightFile(CompileError):
     what = "weight file {file} is damaged: {reason}"
     hint = "download or write the file again"

@@ -3,7 +3,7 @@
 Layers hand on two values, the residual streams and the weights by which the next sublayer reads them: a sublayer is
 fed through the weights that the one before it computed, the first through stream 0 alone, the final collapse through
 those of the last. Streams start as copies of the embedding. Tensor names are the published checkpoint's, except that a
-layer's experts are two tensors (`moe.Experts`) and drafts lie in one module (`draft.Drafter`).
+layer's experts are two tensors (`moe.Experts`) and drafts lie in one module (`draft.Drafter`); `checkpoint` maps them.
 """
 
 from __future__ import annotations
