@@ -88,17 +88,23 @@ class Compressor(nn.Module):
         rows: Tensor = self.norm(pooled.to(dtype))
         return rows
 
-    def whole(self, values: Tensor, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """[B, T, D]: at each token the row that would end there, of values and gates [B, T, D]."""
+    def whole(
+        self, values: Tensor, gates: Tensor | None, dtype: torch.dtype, before: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """[B, T, D]: at each token the row that would end there, of values and gates [B, T, D].
+
+        `before`: those of the ratio - 1 tokens before the first, [B, ratio - 1, D] each; None at a sequence's start.
+        """
         if gates is None:
             return self.pooled(values, None, dtype)
-        return self.pooled(self.ending(values), self.ending(gates), dtype)
+        early = (None, None) if before is None else before
+        return self.pooled(self.ending(values, early[0]), self.ending(gates, early[1]), dtype)
 
-    def ending(self, line: Tensor) -> Tensor:
-        """[B, T, ratio, D]: each token of line [B, T, D] with those before it, zeros before the first."""
-        length, before = line.shape[1], self.ratio - 1
-        padded = nn.functional.pad(line, (0, 0, before, 0))
-        return torch.stack([padded[:, i : i + length] for i in range(self.ratio)], dim=2)
+    def ending(self, line: Tensor, before: Tensor | None = None) -> Tensor:
+        """[B, T, ratio, D]: each token of line [B, T, D] with those before it, zeros where `before` is not given."""
+        length = line.shape[1]
+        early = nn.functional.pad(line, (0, 0, self.ratio - 1, 0)) if before is None else torch.cat((before, line), 1)
+        return torch.stack([early[:, i : i + length] for i in range(self.ratio)], dim=2)
 
 
 class Indexer(nn.Module):
@@ -168,7 +174,7 @@ def best(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
 class Attention(nn.Module):
     """One layer's attention: x [B, T, hidden] to the same, reading and handing on `Shared`.
 
-    `forward` sees the whole sequence, `step` one token and the caches of those before it.
+    `forward` sees the whole sequence, or some tokens and the caches of those before them, `step` one token and these.
     """
 
     def __init__(self, config: DeepseekV41Config, role: Role) -> None:
@@ -187,23 +193,27 @@ class Attention(nn.Module):
         self.compressor = Compressor(config, role.ratio) if role.makes_rows else None
         self.indexer = Indexer(config, role) if role.chooses else None
 
-    def forward(self, x: Tensor, positions: Tensor, shared: Shared | None) -> tuple[Tensor, Shared | None, Made]:
-        """The whole sequence at positions i64 [B, T], consecutive from 0."""
+    def forward(
+        self, x: Tensor, positions: Tensor, shared: Shared | None, past: Past | None = None
+    ) -> tuple[Tensor, Shared | None, Made]:
+        """Tokens at consecutive positions i64 [B, T]: a whole sequence from 0, or what follows the tokens of `past`.
+
+        `past` is not changed and the tokens are not in it: `Made` has what they add.
+        """
         queries, latents = self.queries(x, positions), self.latents(x, positions)
         made = Made(latents)
         if self.compressor is not None and self.indexer is not None:
-            ratio = self.role.ratio
-            values, gates = self.compressor.parts(x)
-            latent = self.compressor.whole(values, gates, x.dtype)
-            starts = positions // ratio * ratio
-            keys = self.indexer.keys(latent, starts, self.rotary)
-            rows = self.rotary.row(latent, starts)
-            made = Made(latents, rows, keys, None if gates is None else values, gates)
-            numbers = torch.where((positions + 1) % ratio == 0, positions // ratio, -1)
-            shared = self._publish(rows, keys, numbers)
+            made, shared = self._make_rows(x, positions, latents, past)
         shared = self._choose(x, queries.low, positions, shared)
-        age = positions.unsqueeze(2) - positions.unsqueeze(1)
-        return self.attend(queries.heads, positions, latents, (age >= 0) & (age < self.window), shared), shared, made
+        if past is None:
+            age = positions.unsqueeze(2) - positions.unsqueeze(1)
+            visible = (age >= 0) & (age < self.window)
+            return self.attend(queries.heads, positions, latents, visible, shared), shared, made
+        places = torch.cat((held(positions[:, :1], self.window), positions), dim=1)
+        age = positions.unsqueeze(2) - places.unsqueeze(1)
+        visible = (age >= 0) & (age < self.window) & (places >= 0).unsqueeze(1)
+        both = torch.cat((past.window, latents), dim=1)
+        return self.attend(queries.heads, positions, both, visible, shared), shared, made
 
     def step(
         self, x: Tensor, positions: Tensor, shared: Shared | None, past: Past
@@ -223,13 +233,43 @@ class Attention(nn.Module):
     def draft(self, x: Tensor, positions: Tensor, context: Tensor) -> Tensor:
         """A block x [B, N, hidden] at consecutive positions, over itself and the ring of tokens before its first."""
         queries, latents = self.queries(x, positions), self.latents(x, positions)
-        last = positions[:, :1] - 1
-        places = last - (last - torch.arange(self.window, device=x.device)) % self.window
+        places = held(positions[:, :1], self.window)
         age = positions.unsqueeze(2) - places.unsqueeze(1)
         visible = (places >= 0).unsqueeze(1) & (age < self.window)
         within = visible.new_ones(x.shape[0], x.shape[1], x.shape[1])
         both = torch.cat((context, latents), dim=1), torch.cat((visible, within), dim=2)
         return self.attend(queries.heads, positions, *both, None)
+
+    def _make_rows(self, x: Tensor, positions: Tensor, latents: Tensor, past: Past | None) -> tuple[Made, Shared]:
+        """What the tokens add to this layer's caches, and all rows that they or later tokens can see."""
+        assert self.compressor is not None
+        assert self.indexer is not None
+        ratio = self.role.ratio
+        values, gates = self.compressor.parts(x)
+        before = None if past is None else self._open_row(positions[:, :1], past)
+        latent = self.compressor.whole(values, gates, x.dtype, before)
+        starts = positions // ratio * ratio
+        keys = self.indexer.keys(latent, starts, self.rotary)
+        rows = self.rotary.row(latent, starts)
+        made = Made(latents, rows, keys, None if gates is None else values, gates)
+        numbers = torch.where((positions + 1) % ratio == 0, positions // ratio, -1)
+        if past is None:
+            return made, self._publish(rows, keys, numbers)
+        assert past.rows is not None
+        assert past.keys is not None
+        slots = torch.arange(past.rows.shape[1], device=x.device)
+        old = torch.where(slots < positions[:, :1] // ratio, slots, -1)
+        rows, keys = torch.cat((past.rows, rows), dim=1), torch.cat((past.keys, keys), dim=1)
+        return made, self._publish(rows, keys, torch.cat((old, numbers), dim=1))
+
+    def _open_row(self, first: Tensor, past: Past) -> tuple[Tensor, Tensor] | None:
+        """Values and gates of the ratio - 1 tokens before position first i64 [B, 1], in their order."""
+        if past.values is None or past.gates is None:
+            return None
+        ratio, width = past.values.shape[1:]
+        slots = (first + torch.arange(1, ratio, device=first.device)) % ratio
+        at = slots.unsqueeze(-1).expand(-1, -1, width)
+        return past.values.gather(1, at), past.gates.gather(1, at)
 
     def _step_rows(self, x: Tensor, positions: Tensor, past: Past) -> tuple[Past, Tensor, Tensor]:
         """The caches with this token in its open row, and rows and keys, to which a row's last token adds one."""
@@ -294,6 +334,12 @@ class Attention(nn.Module):
         low = torch.einsum("btgi,goi->btgo", grouped, self.wo_a.weight.unflatten(0, (self.groups, -1)))
         y: Tensor = self.wo_b(low.flatten(2))
         return y
+
+
+def held(first: Tensor, size: int) -> Tensor:
+    """The positions [B, size] that the slots of a ring hold before first i64 [B, 1]; negative where there is none."""
+    last = first - 1
+    return last - (last - torch.arange(size, device=first.device)) % size
 
 
 def put(buffer: Tensor, new: Tensor, slot: Tensor) -> Tensor:

@@ -44,12 +44,21 @@ class Block(nn.Module):
         self.hc_ffn_scale = nn.Parameter(torch.ones(3))
 
     def forward(
-        self, streams: Tensor, pre: Tensor, positions: Tensor, grams: Tensor, shared: Shared | None
+        self,
+        streams: Tensor,
+        pre: Tensor,
+        positions: Tensor,
+        grams: Tensor,
+        shared: Shared | None,
+        past: Past | None = None,
     ) -> tuple[Tensor, Tensor, Shared | None, Made]:
-        """The whole sequence: new streams and pre, what later layers read, what caches are filled from."""
+        """The whole sequence: new streams and pre, what later layers read, what caches are filled from.
+
+        With `past`, tokens that follow those in this layer's caches.
+        """
         streams = self._remember(streams, grams)
         after, post, comb = self._attention_mix(streams)
-        y, shared, made = self.attn(self.attn_norm(collapse(streams, pre)), positions, shared)
+        y, shared, made = self.attn(self.attn_norm(collapse(streams, pre)), positions, shared, past)
         streams, pre = self._feed(expand(streams, y, post, comb), after)
         return streams, pre, shared, made
 

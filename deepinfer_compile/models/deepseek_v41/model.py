@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deepinfer_compile.errors import BadModelConfig
-from deepinfer_compile.models.deepseek_v41.attention import Made, Shared
+from deepinfer_compile.models.deepseek_v41.attention import Made, Past, Shared
 from deepinfer_compile.models.deepseek_v41.block import Block, first_streams
 from deepinfer_compile.models.deepseek_v41.config import DeepseekV41Config
 from deepinfer_compile.models.deepseek_v41.draft import Drafter
@@ -62,18 +62,29 @@ class DeepseekV41(nn.Module):
         """Logits [B, T, V], wide, of ids i64 [B, T] at positions i64 [B, T], consecutive from 0 (the default)."""
         return self.logits(self.run(input_ids, position_ids).hidden)
 
-    def run(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Run:
-        """The layers over a whole sequence."""
+    def run(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        recent: Tensor | None = None,
+        pasts: tuple[Past, ...] | None = None,
+    ) -> Run:
+        """The layers over a whole sequence.
+
+        Or over tokens that follow others: `recent` i64 [B, n - 1] normalised ids and each layer's caches of these.
+        """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        grams = look_back(self.token_map[input_ids], self.no_history(input_ids))
+        before = self.no_history(input_ids) if recent is None else recent
+        grams = look_back(self.token_map[input_ids], before)
         streams, pre = first_streams(self.embed(input_ids), self.config.hc_mult)
         shared: Shared | None = None
         made, features = [], []
         for i, layer in enumerate(self.blocks):
             if i in self.config.dspark_target_layer_ids:
                 features.append(streams.mean(2))
-            streams, pre, shared, kept = layer(streams, pre, position_ids, grams, shared)
+            past = None if pasts is None else pasts[i]
+            streams, pre, shared, kept = layer(streams, pre, position_ids, grams, shared, past)
             made.append(kept)
         return Run(collapse(streams, pre), tuple(made), joined(features, streams))
 
