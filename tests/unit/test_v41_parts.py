@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from deepinfer_compile.models.deepseek_v41.parts import Rotary, StreamMixer, col
 from tests.unit import v41_oracle as oracle
 
 # few rows, so that at 31 tokens both levels of the choice leave some out
-NARROW = {"sliding_window": 7, "index_topk": 4, "candidate_topk_blocks": 2, "candidate_block_size": 3}
+NARROW: dict[str, Any] = {"sliding_window": 7, "index_topk": 4, "candidate_topk_blocks": 2, "candidate_block_size": 3}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,8 +3,8 @@
 A layer makes its own window latents. Rows of the global cache, the keys they are chosen by and the choice itself come
 from source layers and pass from layer to layer as the explicit value `Shared`, never through a mutable store. Rows of
 a source and window latents stay apart: a token inside the window that also has a row is attended to through both.
-Masks are dense and a choice is a mask, made by rank so that no size depends on data. The 4- and 8-bit grids in which
-the published model stores its caches are a storage format and no part of this definition.
+Masks are dense and a choice is a mask, made by rank so that no size depends on data. Caches hold what `storage` makes
+of a row, by default the row itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from deepinfer_compile.models.deepseek_v41.config import DeepseekV41Config
 from deepinfer_compile.models.deepseek_v41.layers import Role
 from deepinfer_compile.models.deepseek_v41.parts import RMSNorm, Rotary, wide
+from deepinfer_compile.models.deepseek_v41.storage import PLAIN, Form, Forms
 
 
 class Shared(NamedTuple):
@@ -38,7 +39,8 @@ class Past(NamedTuple):
     """One layer's caches; all but `window` only in layers that make rows, `values` and `gates` only if these pool.
 
     `window` [B, W, D]: slot p % W. `rows` [B, S, D], `keys` [B, S, Dk]: slot p // ratio. `values`, `gates` [B, ratio,
-    D], wide: slot p % ratio, the tokens of the row that is still open. Slots never written hold zeros.
+    D], wide: slot p % ratio, the tokens of the row that is still open. Slots never written hold zeros. The first three
+    are stored forms: another width and dtype where the model's `Forms` pack them.
     """
 
     window: Tensor
@@ -110,9 +112,9 @@ class Compressor(nn.Module):
 class Indexer(nn.Module):
     """Scores rows for each token by small keys and chooses the best; `wk` only where the rows are made."""
 
-    def __init__(self, config: DeepseekV41Config, role: Role) -> None:
+    def __init__(self, config: DeepseekV41Config, role: Role, form: Form) -> None:
         super().__init__()
-        heads, width = config.index_n_heads, config.index_head_dim
+        heads, width, self.form = config.index_n_heads, config.index_head_dim, form
         self.heads, self.width, self.top = heads, width, config.index_topk
         self.block, self.blocks = config.candidate_block_size, config.candidate_topk_blocks
         self.makes_candidates = role.makes_candidates
@@ -122,14 +124,15 @@ class Indexer(nn.Module):
         self.k_norm = RMSNorm(width, config.rms_norm_eps) if role.makes_rows else None
 
     def keys(self, latent: Tensor, starts: Tensor, rotary: Rotary) -> Tensor:
-        """Keys [B, S, Dk] of latents [B, S, D] before rotation; `starts` [B, S]: position of a row's first token."""
+        """Stored keys of latents [B, S, D] before rotation; `starts` [B, S]: position of a row's first token."""
         assert self.wk is not None
         assert self.k_norm is not None
-        return rotary.row(self.k_norm(self.wk(latent)), starts)
+        return self.form.store(rotary.row(self.k_norm(self.wk(latent)), starts))
 
     def scores(self, x: Tensor, low: Tensor, positions: Tensor, keys: Tensor, rotary: Rotary) -> Tensor:
-        """[B, T, S], wide: over heads, relu(query . key) weighted by the token."""
+        """[B, T, S], wide: over heads, relu(query . key) weighted by the token; queries are rounded like keys."""
         queries = rotary(self.wq_b(low).unflatten(-1, (self.heads, self.width)), positions)
+        queries = self.form.load(self.form.store(queries), queries.dtype)
         weights = wide(self.weights_proj(x)) * self.heads**-0.5
         match = torch.einsum("bthd,bsd->bths", wide(queries), wide(keys)).relu() * self.width**-0.5
         scores: Tensor = (match * weights.unsqueeze(-1)).sum(2)
@@ -177,10 +180,10 @@ class Attention(nn.Module):
     `forward` sees the whole sequence, or some tokens and the caches of those before them, `step` one token and these.
     """
 
-    def __init__(self, config: DeepseekV41Config, role: Role) -> None:
+    def __init__(self, config: DeepseekV41Config, role: Role, forms: Forms = PLAIN) -> None:
         super().__init__()
         hidden, heads, width = config.hidden_size, config.num_attention_heads, config.head_dim
-        self.role, self.rotary = role, Rotary.of(config, role.ratio)
+        self.role, self.rotary, self.forms = role, Rotary.of(config, role.ratio), forms
         self.heads, self.width, self.groups, self.window = heads, width, config.o_groups, config.sliding_window
         self.wq_a = nn.Linear(hidden, config.q_lora_rank, bias=False)
         self.q_norm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
@@ -191,7 +194,7 @@ class Attention(nn.Module):
         self.wo_b = nn.Linear(config.o_groups * config.o_lora_rank, hidden, bias=False)
         self.attn_sink = nn.Parameter(torch.zeros(heads))
         self.compressor = Compressor(config, role.ratio) if role.makes_rows else None
-        self.indexer = Indexer(config, role) if role.chooses else None
+        self.indexer = Indexer(config, role, forms.keys) if role.chooses else None
 
     def forward(
         self, x: Tensor, positions: Tensor, shared: Shared | None, past: Past | None = None
@@ -208,11 +211,11 @@ class Attention(nn.Module):
         if past is None:
             age = positions.unsqueeze(2) - positions.unsqueeze(1)
             visible = (age >= 0) & (age < self.window)
-            return self.attend(queries.heads, positions, latents, visible, shared), shared, made
+            return self.attend(queries.heads, positions, self._window(latents, x), visible, shared), shared, made
         places = torch.cat((held(positions[:, :1], self.window), positions), dim=1)
         age = positions.unsqueeze(2) - places.unsqueeze(1)
         visible = (age >= 0) & (age < self.window) & (places >= 0).unsqueeze(1)
-        both = torch.cat((past.window, latents), dim=1)
+        both = self._window(torch.cat((past.window, latents), dim=1), x)
         return self.attend(queries.heads, positions, both, visible, shared), shared, made
 
     def step(
@@ -224,11 +227,11 @@ class Attention(nn.Module):
         if self.compressor is not None and self.indexer is not None:
             past, rows, keys = self._step_rows(x, positions, past)
             numbers = torch.arange(rows.shape[1], device=x.device).expand(rows.shape[:2])
-            shared = self._publish(rows, keys, numbers)
+            shared = self._publish(rows, keys, numbers, x.dtype)
         shared = self._choose(x, queries.low, positions, shared)
         age = (positions - torch.arange(self.window, device=x.device)) % self.window
         visible = (age <= positions).unsqueeze(1)
-        return self.attend(queries.heads, positions, past.window, visible, shared), shared, past
+        return self.attend(queries.heads, positions, self._window(past.window, x), visible, shared), shared, past
 
     def draft(self, x: Tensor, positions: Tensor, context: Tensor) -> Tensor:
         """A block x [B, N, hidden] at consecutive positions, over itself and the ring of tokens before its first."""
@@ -237,8 +240,8 @@ class Attention(nn.Module):
         age = positions.unsqueeze(2) - places.unsqueeze(1)
         visible = (places >= 0).unsqueeze(1) & (age < self.window)
         within = visible.new_ones(x.shape[0], x.shape[1], x.shape[1])
-        both = torch.cat((context, latents), dim=1), torch.cat((visible, within), dim=2)
-        return self.attend(queries.heads, positions, *both, None)
+        both = self._window(torch.cat((context, latents), dim=1), x)
+        return self.attend(queries.heads, positions, both, torch.cat((visible, within), dim=2), None)
 
     def _make_rows(self, x: Tensor, positions: Tensor, latents: Tensor, past: Past | None) -> tuple[Made, Shared]:
         """What the tokens add to this layer's caches, and all rows that they or later tokens can see."""
@@ -250,17 +253,17 @@ class Attention(nn.Module):
         latent = self.compressor.whole(values, gates, x.dtype, before)
         starts = positions // ratio * ratio
         keys = self.indexer.keys(latent, starts, self.rotary)
-        rows = self.rotary.row(latent, starts)
+        rows = self.forms.rows.store(self.rotary.row(latent, starts))
         made = Made(latents, rows, keys, None if gates is None else values, gates)
         numbers = torch.where((positions + 1) % ratio == 0, positions // ratio, -1)
         if past is None:
-            return made, self._publish(rows, keys, numbers)
+            return made, self._publish(rows, keys, numbers, x.dtype)
         assert past.rows is not None
         assert past.keys is not None
         slots = torch.arange(past.rows.shape[1], device=x.device)
         old = torch.where(slots < positions[:, :1] // ratio, slots, -1)
         rows, keys = torch.cat((past.rows, rows), dim=1), torch.cat((past.keys, keys), dim=1)
-        return made, self._publish(rows, keys, torch.cat((old, numbers), dim=1))
+        return made, self._publish(rows, keys, torch.cat((old, numbers), dim=1), x.dtype)
 
     def _open_row(self, first: Tensor, past: Past) -> tuple[Tensor, Tensor] | None:
         """Values and gates of the ratio - 1 tokens before position first i64 [B, 1], in their order."""
@@ -290,14 +293,18 @@ class Attention(nn.Module):
         latent = self.compressor.pooled(values, gates, x.dtype)
         number = positions // ratio
         slot = torch.where((positions + 1) % ratio == 0, number, -1)
-        rows = put(old_rows, self.rotary.row(latent, number * ratio), slot)
+        rows = put(old_rows, self.forms.rows.store(self.rotary.row(latent, number * ratio)), slot)
         keys = put(old_keys, self.indexer.keys(latent, number * ratio, self.rotary), slot)
         return past._replace(rows=rows, keys=keys), rows, keys
 
-    def _publish(self, rows: Tensor, keys: Tensor, numbers: Tensor) -> Shared:
-        """New rows replace the old ones; what was chosen of the old ones does not apply."""
+    def _publish(self, rows: Tensor, keys: Tensor, numbers: Tensor, dtype: torch.dtype) -> Shared:
+        """Stored rows replace those of the source before; what was chosen of those does not apply."""
         none = torch.zeros_like(numbers, dtype=torch.bool).unsqueeze(1)
-        return Shared(rows, keys, numbers, none, None)
+        return Shared(self.forms.rows.load(rows, dtype), self.forms.keys.load(keys, dtype), numbers, none, None)
+
+    def _window(self, stored: Tensor, x: Tensor) -> Tensor:
+        """Stored latents [B, N, ...] as attention reads them, in x's dtype."""
+        return self.forms.window.load(stored, x.dtype)
 
     def _choose(self, x: Tensor, low: Tensor, positions: Tensor, shared: Shared | None) -> Shared | None:
         if self.indexer is None or shared is None:
@@ -313,8 +320,8 @@ class Attention(nn.Module):
         return Queries(low, self.rotary(self.wq_b(low).unflatten(-1, (self.heads, self.width)), positions))
 
     def latents(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The rotated window latents [B, T, D] of x."""
-        return self.rotary.row(self.kv_norm(self.wkv(x)), positions)
+        """The rotated window latents of x [B, T, hidden], as the cache holds them."""
+        return self.forms.window.store(self.rotary.row(self.kv_norm(self.wkv(x)), positions))
 
     def attend(
         self, queries: Tensor, positions: Tensor, latents: Tensor, visible: Tensor, shared: Shared | None

@@ -15,6 +15,7 @@ from deepinfer_compile.models.deepseek_v41.engram import Engram
 from deepinfer_compile.models.deepseek_v41.layers import Role
 from deepinfer_compile.models.deepseek_v41.moe import MoE
 from deepinfer_compile.models.deepseek_v41.parts import RMSNorm, StreamMixer, collapse, expand
+from deepinfer_compile.models.deepseek_v41.storage import PLAIN, Forms
 
 
 def first_streams(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -27,13 +28,13 @@ def first_streams(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 class Block(nn.Module):
     """A layer of the role given, with `experts` routed experts of which `top` are used."""
 
-    def __init__(self, config: DeepseekV41Config, role: Role, experts: int, top: int) -> None:
+    def __init__(self, config: DeepseekV41Config, role: Role, experts: int, top: int, forms: Forms = PLAIN) -> None:
         super().__init__()
         self.mixer = StreamMixer(config)
         outputs, inputs = config.hc_mult * (2 + config.hc_mult), config.hc_mult * config.hidden_size
         self.engram = Engram(config, role.index) if role.engram else None
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attn = Attention(config, role)
+        self.attn = Attention(config, role, forms)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.ffn = MoE(config, experts, top)
         self.hc_attn_fn = nn.Parameter(torch.empty(outputs, inputs))

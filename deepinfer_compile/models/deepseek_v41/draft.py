@@ -19,6 +19,7 @@ from deepinfer_compile.models.deepseek_v41.block import Block, first_streams
 from deepinfer_compile.models.deepseek_v41.config import DeepseekV41Config
 from deepinfer_compile.models.deepseek_v41.layers import Role
 from deepinfer_compile.models.deepseek_v41.parts import RMSNorm, collapse, wide
+from deepinfer_compile.models.deepseek_v41.storage import PLAIN, Forms
 
 
 class Draft(NamedTuple):
@@ -35,7 +36,7 @@ class Draft(NamedTuple):
 class Drafter(nn.Module):
     """The draft layers and their heads. `markov_embed` [V, R], `markov_head` R -> V, `confidence` hidden + R -> 1."""
 
-    def __init__(self, config: DeepseekV41Config) -> None:
+    def __init__(self, config: DeepseekV41Config, forms: Forms = PLAIN) -> None:
         super().__init__()
         hidden, rank = config.hidden_size, config.dspark_markov_rank
         self.size, self.noise, self.streams = config.dspark_block_size, config.dspark_noise_token_id, config.hc_mult
@@ -44,7 +45,7 @@ class Drafter(nn.Module):
         experts, top = config.dspark_n_routed_experts, config.dspark_num_experts_per_tok
         first = config.num_hidden_layers
         roles = [Role(first + i, 0, None, None, None, engram=False) for i in range(config.num_nextn_predict_layers)]
-        self.layers = nn.ModuleList([Block(config, role, experts, top) for role in roles])
+        self.layers = nn.ModuleList([Block(config, role, experts, top, forms) for role in roles])
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.markov_embed = nn.Embedding(config.vocab_size, rank)
         self.markov_head = nn.Linear(rank, config.vocab_size, bias=False)
@@ -56,7 +57,7 @@ class Drafter(nn.Module):
         return cast(list[Block], list(self.layers))
 
     def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Window latents [B, T, D] of each draft layer, of the model's features [B, T, targets * hidden]."""
+        """Window latents of each draft layer, as its ring holds them, of features [B, T, targets * hidden]."""
         x = self.context_norm(self.context_proj(features))
         return tuple(layer.attn.latents(x, positions) for layer in self.blocks)
 

@@ -29,7 +29,7 @@ class State(NamedTuple):
     """All that later tokens need of those before them.
 
     `length` i64 [B] tokens so far, `recent` i64 [B, n - 1] the last normalised ids, `layers` the caches of each layer,
-    `drafts` a ring [B, W, D] for each draft layer.
+    `drafts` a ring [B, W, D] for each draft layer. Rings and rows are as the model's `storage.Forms` store them.
     """
 
     length: Tensor

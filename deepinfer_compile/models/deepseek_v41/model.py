@@ -21,6 +21,7 @@ from deepinfer_compile.models.deepseek_v41.draft import Drafter
 from deepinfer_compile.models.deepseek_v41.engram import look_back
 from deepinfer_compile.models.deepseek_v41.layers import layer_map
 from deepinfer_compile.models.deepseek_v41.parts import RMSNorm, collapse, wide
+from deepinfer_compile.models.deepseek_v41.storage import PLAIN, Forms, check_widths
 
 
 class Run(NamedTuple):
@@ -34,24 +35,26 @@ class Run(NamedTuple):
 class DeepseekV41(nn.Module):
     """The text model. `token_map` i64 [vocab]: ids of the normalised vocabulary, see `engram.normalised_map`.
 
-    Raises BadModelConfig if the map has another length than the vocabulary, or layers contradict each other.
+    `forms`: how caches hold their rows; `storage.PUBLISHED` rounds as the released model does. Raises BadModelConfig if
+    the map has another length than the vocabulary, layers contradict each other, or rows do not fit their form.
     """
 
     token_map: Tensor
 
-    def __init__(self, config: DeepseekV41Config, token_map: Tensor) -> None:
+    def __init__(self, config: DeepseekV41Config, token_map: Tensor, forms: Forms = PLAIN) -> None:
         super().__init__()
         if token_map.shape != (config.vocab_size,):
             reason = f"the token map has {tuple(token_map.shape)} entries"
             raise BadModelConfig(key="vocab_size", value=config.vocab_size, reason=reason)
+        check_widths(config, forms)
         self.config = config
         self.register_buffer("token_map", token_map, persistent=False)
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         experts, top = config.n_routed_experts, config.num_experts_per_tok
-        self.layers = nn.ModuleList([Block(config, role, experts, top) for role in layer_map(config)])
+        self.layers = nn.ModuleList([Block(config, role, experts, top, forms) for role in layer_map(config)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.mtp = Drafter(config) if config.num_nextn_predict_layers else None
+        self.mtp = Drafter(config, forms) if config.num_nextn_predict_layers else None
 
     @property
     def blocks(self) -> list[Block]:

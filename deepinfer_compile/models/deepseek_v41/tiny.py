@@ -14,6 +14,7 @@ import torch
 from deepinfer_compile.models.deepseek_v41.config import DeepseekV41Config, Yarn
 from deepinfer_compile.models.deepseek_v41.engram import plain_map, table_sizes
 from deepinfer_compile.models.deepseek_v41.model import DeepseekV41
+from deepinfer_compile.models.deepseek_v41.storage import PLAIN, Forms
 
 TINY: dict[str, Any] = {
     "vocab_size": 307,
@@ -67,10 +68,10 @@ def config(**changes: Any) -> DeepseekV41Config:
     return drafted.with_(engram_num_embeddings=rows)
 
 
-def make(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> DeepseekV41:
+def make(seed: int = 0, dtype: torch.dtype = torch.float32, forms: Forms = PLAIN, **changes: Any) -> DeepseekV41:
     """A tiny random model in eval mode, biases, sinks and norms not trivial."""
     shape = config(**changes)
-    model = DeepseekV41(shape, plain_map(shape)).eval()
+    model = DeepseekV41(shape, plain_map(shape), forms).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
