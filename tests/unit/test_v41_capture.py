@@ -1,7 +1,4 @@
-"""DeepSeek-V4.1 as graphs: one export of the sequence for every length, one of a step for every position.
-
-And one of several tokens for every number of them.
-"""
+"""DeepSeek-V4.1 as graphs: one export of the sequence for every length, one of a step for every position."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepinfer_compile.models.deepseek_v41 import tiny
-from deepinfer_compile.models.deepseek_v41.generate import State, accept, prefill, step, verify
+from deepinfer_compile.models.deepseek_v41.generate import State, prefill, step
 from deepinfer_compile.models.deepseek_v41.model import DeepseekV41
 
 # every role once: a window, pooled rows and a reader, the boundary, a layer that chooses anew
@@ -62,31 +59,3 @@ def test_one_graph_serves_every_step(model: DeepseekV41) -> None:
     for p in range(1, 40):
         logits, state = graph(ids[:, p], state)
         torch.testing.assert_close(logits, whole[:, p], rtol=1e-10, atol=1e-10)
-
-
-class Verify(nn.Module):
-    """Some tokens at once and what is kept of them as a module, for export."""
-
-    def __init__(self, model: DeepseekV41) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor, state: State, kept: Tensor) -> tuple[Tensor, State]:
-        logits, pending = verify(self.model, tokens, state)
-        return logits, accept(pending, kept)
-
-
-def test_one_graph_verifies_any_number_of_tokens_at_any_position(model: DeepseekV41) -> None:
-    ids = torch.randint(0, 307, (3, 40))
-    _, state = prefill(model, ids[:, :1], 40)
-    fixed = torch.utils._pytree.tree_map(lambda _: None, state)
-    shapes = ({1: torch.export.Dim("count", min=1, max=64)}, fixed, None)
-    example = (ids[:, :4].contiguous(), state, torch.tensor([0, 1, 4]))
-    graph = torch.export.export(Verify(model), example, dynamic_shapes=shapes, strict=False).module()
-    whole, at = model(ids), 1
-    for count, kept in ((1, 1), (6, 2), (3, 3), (20, 18), (5, 0), (9, 9)):
-        logits, state = graph(ids[:, at : at + count], state, torch.tensor([kept] * 3))
-        torch.testing.assert_close(logits, whole[:, at : at + count], rtol=1e-10, atol=1e-10)
-        at += kept
-    _, want = prefill(model, ids[:, :at], 40)
-    torch.testing.assert_close(state, want, rtol=1e-10, atol=1e-10)
