@@ -75,9 +75,11 @@ def drafts(model: DeepseekV41, ids: Tensor, features: Tensor, at: Tensor, tables
     for i, layer in enumerate(drafter.blocks):
         past = latents(layer.attn, context, tables.angles)
         streams, pre = _block(layer, streams, pre, here, past, sight, f"mtp.layers.{i}", notes)
-    hidden = normed(collapse(streams, pre), drafter.norm.weight, drafter.norm.eps)
+    hidden = collapse(streams, pre)
     memory = drafter.markov_embed(ids[:, flat])
-    logits = model.head(hidden).float() + drafter.markov_head(memory).float()
+    logits = (
+        model.head(normed(hidden, drafter.norm.weight, drafter.norm.eps)).float() + drafter.markov_head(memory).float()
+    )
     sure = drafter.confidence(torch.cat((hidden, memory.type_as(hidden)), dim=-1).detach()).squeeze(-1).float()
     return Drafts(logits.unflatten(1, (-1, tables.size)), sure.unflatten(1, (-1, tables.size))), notes
 

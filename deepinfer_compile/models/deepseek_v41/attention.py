@@ -81,8 +81,12 @@ class Compressor(nn.Module):
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def parts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Values and gates [B, T, D] of x [B, T, hidden], wide; no gates at ratio 1."""
-        return wide(self.wkv(x)), None if self.wgate is None else wide(self.wgate(x))
+        """Values and gates [B, T, D] of x [B, T, hidden], wide, where there are gates also their products; no gates at
+        ratio 1."""
+        if self.wgate is None:
+            return wide(self.wkv(x)), None
+        values, gates = (nn.functional.linear(wide(x), wide(w.weight)) for w in (self.wkv, self.wgate))
+        return values, gates
 
     def pooled(self, values: Tensor, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Rows [B, S, D] in `dtype`, before rotation, of their tokens [B, S, ratio, D], or [B, S, D] at ratio 1."""

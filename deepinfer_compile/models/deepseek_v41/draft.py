@@ -5,7 +5,8 @@ model knows of earlier tokens comes as features of its own layers, from which ea
 latents. The Markov head adds to a position's logits a low-rank function of the token drafted before it.
 
 Open in the published description, read in the simplest way: tokens of a block see one another in both directions; the
-context is normalised after its projection; drafts use the model's embedding and output head and a norm of their own.
+context is normalised after its projection; drafts use the model's embedding and output head and a norm of their own,
+before which the confidence reads them.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Drafter(nn.Module):
         streams, pre = first_streams(embed(ids), self.streams)
         for layer, ring in zip(self.blocks, rings):
             streams, pre = layer.draft(streams, pre, places, ring)
-        hidden = self.norm(collapse(streams, pre))
-        return self._left_to_right(anchor, hidden, wide(head(hidden)))
+        hidden = collapse(streams, pre)
+        return self._left_to_right(anchor, hidden, wide(head(self.norm(hidden))))
 
     def _left_to_right(self, anchor: Tensor, hidden: Tensor, logits: Tensor) -> Draft:
         tokens, corrected, confidence = [], [], []
