@@ -197,7 +197,7 @@ class OwnPositions(nn.Module):
         return made
 
 
-@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize("bound", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_row_numbers_stay_positions(bound: bool) -> None:
     """With position_ids bound, wanted rows are picked by the output projection, and count among the kept ones."""
     model = OwnPositions().eval()

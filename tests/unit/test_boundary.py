@@ -10,7 +10,7 @@ import pytest
 from deepinfer_compile.boundary import Boundary, find_boundary
 from tests.shared_kv import WIDTH, Form, draw, raised
 
-FAST, ALL = 8, 200
+FAST, ALL = 4, 200
 FAST_DEPTH = 3
 
 
