@@ -4,8 +4,9 @@ Absorbed, a pair of tokens costs two products over the latent row; expanded, two
 that or less, for one up-projection of each new token. So the new tokens attend to each other through keys and values in
 scratch memory, two rows a token and head. Tokens that are in the cache already (a chunk after the first, a kept prefix)
 are read as they lie, absorbed: expanding them would take memory that nobody can size without asking the device. The two
-parts meet by their log-sum-exp. Without earlier tokens the second part is three launches whose programs end at once,
-several heads a program so that there are few of them.
+parts meet by their log-sum-exp. A row of that second part is one head of one token, so that a request with a single
+new token, of which a step of prompts may have some, fills its tiles too. Without earlier tokens the second part is
+three launches whose programs end at once, several heads a program so that there are few of them.
 """
 
 from __future__ import annotations

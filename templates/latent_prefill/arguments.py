@@ -47,9 +47,9 @@ def _weights(params: Params) -> tuple[Argument, ...]:
     )
 
 
-def _tiles(size: int) -> Expr:
-    """At least the tiles of all requests: each may have one that is not full."""
-    return ("add", ("cdiv", TOKENS, size), REQUESTS)
+def _tiles(size: int, rows: int = 1) -> Expr:
+    """At least the tiles of all requests, of so many rows a token: each may have one that is not full."""
+    return ("add", ("cdiv", ("mul", rows, TOKENS), size), REQUESTS)
 
 
 def plan(params: Params, config: Config) -> LaunchPlan:
@@ -59,6 +59,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     attend = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     side = {"num_warps": min(config.past_warps, 4 if tile(params.value) <= 128 else 8), "num_stages": SIDE_STAGES}
     past = (_tiles(config.past_m), -(-heads // config.past_heads))
+    back = (_tiles(config.past_m * config.past_heads, heads),)
     absorb, look_back, merge = _past(params)
     return LaunchPlan(
         _operands(params),
@@ -75,7 +76,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
             Launch("expand", (("cdiv", TOKENS, config.expand_m), heads), _expand_arguments(params), expand),
             Launch("attend", (_tiles(config.block_m), heads), _attend_arguments(params), attend),
             Launch("absorb", past, absorb, side),
-            Launch("look_back", past, look_back, {"num_warps": config.past_warps, "num_stages": config.past_stages}),
+            Launch("look_back", back, look_back, {"num_warps": config.past_warps, "num_stages": config.past_stages}),
             Launch("merge", past, merge, side),
         ),
     )

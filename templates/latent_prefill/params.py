@@ -32,8 +32,9 @@ class Params:
 @dataclass(frozen=True)
 class Config:
     """block_m, block_n: new tokens of a tile of attend, and keys that it reads at a time. expand_m: tokens of a tile of
-    expand, expand_k latent elements at a time. past_m, past_n: new tokens of a tile of look_back, and cached rows that
-    it reads at a time; past_k: elements of its products with weights at a time; past_heads: heads a program."""
+    expand, expand_k latent elements at a time. past_m: new tokens of a tile of absorb and merge, past_k elements of
+    their weights at a time, past_heads heads a program; and of look_back rows of a tile, each a head of a token, and
+    tiles a program, past_n cached rows at a time."""
 
     block_m: int
     block_n: int

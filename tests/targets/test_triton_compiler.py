@@ -76,7 +76,7 @@ def test_typical_cubins_are_for_the_architecture_and_fit(op: str, hopper: Triton
 
 
 def test_a_long_prompt_is_expanded_and_attended_without_spilling(hopper: TritonCompiler) -> None:
-    """The launch that reads the cache keeps sums of a whole latent row; what it spills lies outside its loops."""
+    """The launch that reads the cache keeps sums of a whole latent row; it spills little, some of it in its loops."""
     spec = next(s for s in specs() if s.name == "latent_prefill")
     params = next(c.params for c in spec.cases if c.name == "long")
     record = jsonio.loads(

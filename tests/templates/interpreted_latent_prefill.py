@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from deepinfer_compile.kernels import Case, specs
 from tests.far_memory import sparse
@@ -82,6 +83,26 @@ def test_without_earlier_tokens_nothing_is_absorbed(config: Any, tmp_path: Path)
     for name in ("queries", "lse"):
         empty = made[name].isnan().flatten(1).all(1)
         assert empty.tolist() == [True] * 20 + [False] * 7 + [True] * 9, name
+
+
+def test_heads_of_a_token_share_a_reading_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of prompts has requests with one new token too: a tile of theirs is full as well."""
+    params = replace(PARAMS, heads=20)
+    products: list[int] = []
+    old = InterpreterBuilder.create_dot
+
+    def counting(self: Any, *given: Any) -> Any:
+        products.append(1)
+        return old(self, *given)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", counting)
+    counts = []
+    for past in (64, 128):
+        products.clear()
+        check(params, SMALL, inputs(params, (1, 3), (past + 1, past + 3)), tmp_path)
+        counts.append(len(products))
+    tiles = -(-20 // SMALL.past_m) + -(-3 * 20 // SMALL.past_m)
+    assert counts[1] - counts[0] == 3 * tiles * 64 // SMALL.past_n
 
 
 def test_more_requests_than_are_looked_up_at_once(tmp_path: Path) -> None:
