@@ -183,6 +183,8 @@ def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
     warps = max(config.num_warps, config.side_warps) <= limits.max_warps
     # accumulators of a row tile are kept in registers, at most 128 a thread
     light = config.block_m * _tile(params.latent) <= config.num_warps * 32 * 128
+    # a tile's elements are addressed by 32 bits
+    light = light and params.heads * params.queries * config.pieces * params.latent < 2**31
     useful = config.num_warps <= max(1, config.block_m * config.block_n // SMALLEST_TILE**2)
     return fits and warps and light and useful and (not params.page or params.page % config.block_n == 0)
 
