@@ -26,7 +26,18 @@ from deepinfer_compile.artifacts import cached
 from deepinfer_compile.errors import KernelTooLarge
 from deepinfer_compile.graph import target_name
 from deepinfer_compile.graphjson import to_json
-from deepinfer_compile.kernels import AnySpec, Call, Limits, Refused, call_of, choices, fields_of, is_large, select
+from deepinfer_compile.kernels import (
+    AnySpec,
+    Call,
+    Limits,
+    Refused,
+    call_of,
+    choices,
+    fields_of,
+    is_large,
+    select,
+    type_name,
+)
 from deepinfer_compile.ops import LINEAR, OUTPUT_PROJECTION, SAMPLE
 from deepinfer_compile.ops.sample import NUMBERS
 from deepinfer_compile.passbase import Pass
@@ -211,7 +222,8 @@ def _worth(call: Call) -> Refused | None:
     """Why a layer is torch's at any number of tokens, if it is."""
     if call.op not in (LINEAR, OUTPUT_PROJECTION) or is_large(call.arguments["weight"]):
         return None
-    return Refused("run by torch, whose library is as fast for a weight of this size and type")
+    dtype = type_name(call.arguments["weight"].dtype)
+    return Refused("too small for a launch of ours" if dtype == "bfloat16" else f"{dtype} products are torch's")
 
 
 def _computes(node: Node) -> bool:
