@@ -32,7 +32,7 @@ LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FIXED = ("rows", "query_start")
 """One token a request: the same in every step."""
 _IDLE = {"slot_": -1, "context_hint": 1}
-"""What inputs hold where there is no request; 0 if they are not named here."""
+"""What inputs hold where there is no request: 0 if they are not named here, and no page (-1) in block tables."""
 
 
 def bucket_of(requests: int) -> int | None:
