@@ -65,6 +65,17 @@ class StepInput:
     groups: tuple[GroupMeta, ...]
 
 
+class Flight(Protocol):
+    """A step under way. logits: of its rows, good until the next step starts."""
+
+    @property
+    def logits(self) -> Tensor: ...
+
+    def tokens(self) -> Ints:
+        """Wait for the step; a token for each of its rows, -1 without a finite maximum. Once."""
+        ...
+
+
 class Executor(Protocol):
     """Runs the programs of a loaded bundle. draw: what chooses tokens where the logits are, if anything does."""
 
@@ -84,9 +95,11 @@ class Executor(Protocol):
         """
         ...
 
-    def step_and_draw(self, inputs: StepInput, numbers: Numbers) -> tuple[Tensor, Ints]:
-        """Run one step and choose a token for each of its rows; as `step` and then `draw` would, in one go.
+    def start(self, inputs: StepInput, numbers: Numbers, *, following: bool = False) -> Flight | None:
+        """Start a step that also chooses a token for each of its rows, as `step` and then `draw` would.
 
-        Only where there is a `draw`.
+        following: in place of `inputs.input_ids`, it reads the tokens of the step started last, request by request; when
+        a third step starts, the first one's tokens are lost. None where steps of this kind (or any, as
+        without a `draw`) only run to their end.
         """
         ...

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_compile.errors import BadLogits, BadOption, BadRequest, ContextTooLong
+from deepinfer_compile.runtime.ahead import Ahead, steps_alone
 from deepinfer_compile.runtime.batch import Executor
 from deepinfer_compile.runtime.outputs import FinishReason
 from deepinfer_compile.runtime.pages import Ints, Pages, plan_pages
@@ -94,6 +95,7 @@ class Engine:
         self._alive: dict[str, Request] = {}
         self._arrived: deque[Request] = deque()
         self._cancelled: deque[str] = deque()
+        self._ahead: Ahead | None = None
         executor.allocate(counts)
 
     @property
@@ -170,11 +172,15 @@ class Engine:
         try:
             self._step()
         except BaseException:
+            self._ahead = None
             self.scheduler.restart(list(self._alive.values()))
             raise
 
     def _step(self) -> None:
         self.reap()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and self._land(ahead):
+            return
         plan = self.scheduler.schedule()
         if plan is None:
             return
@@ -183,17 +189,46 @@ class Engine:
         batch = self.scheduler.batch(plan)
         requests = [self.scheduler.request(seat) for seat in batch.sampled.tolist()]
         index = np.array([len(request.output_ids) for request in requests], dtype=np.int64)
-        logits, drawn = self._run(batch, index)
+        logits, drawn = self._run(batch, requests, index)
         self.scheduler.advance(plan)
         self._score_prompts(batch, logits)
         if requests:
             self._sample(batch, logits, requests, index, drawn)
 
-    def _run(self, batch: Batch, index: Ints) -> tuple[Tensor, Ints | None]:
-        """Logits of the step; and tokens, where the device can choose one for every row at once."""
+    def _run(self, batch: Batch, requests: list[Request], index: Ints) -> tuple[Tensor, Ints | None]:
+        """Logits of the step; and tokens, where the device chooses one for every row within it."""
         if self._executor.draw is None or not len(index) or len(index) != len(batch.inputs.rows):
             return self._executor.step(batch.inputs), None
-        return self._executor.step_and_draw(batch.inputs, self._sampler.numbers(batch.sampled, index))
+        flight = self._executor.start(batch.inputs, self._sampler.numbers(batch.sampled, index))
+        if flight is None:
+            return self._executor.step(batch.inputs), None
+        self._ahead = self._follow(Ahead(flight, batch.sampled, requests, index, steps_alone(requests)))
+        return flight.logits, flight.tokens()
+
+    def _follow(self, last: Ahead) -> Ahead | None:
+        """Start the step after the one under way, if that takes nothing but its tokens."""
+        if last.left < 1 or self._arrived or self._cancelled:
+            return None
+        inputs = self.scheduler.follow()
+        if inputs is None:
+            return None
+        index = last.index + 1
+        flight = self._executor.start(inputs, self._sampler.numbers(last.seats, index), following=True)
+        return None if flight is None else Ahead(flight, last.seats, last.requests, index, last.left - 1)
+
+    def _land(self, ahead: Ahead) -> bool:
+        """End a step under way; False if all its requests have ended."""
+        self._ahead = self._follow(ahead)
+        rows = ahead.rows()
+        if not len(rows):
+            return False
+        tokens = ahead.flight.tokens()[rows]
+        plan = ahead.plan(rows)
+        self.scheduler.advance(plan)
+        self.scheduler.append(plan.seats, tokens)
+        for row, token in zip(rows.tolist(), tokens.tolist()):
+            self._take(ahead.requests[row], token)
+        return True
 
     def _check(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
         vocab = self._executor.vocab_size

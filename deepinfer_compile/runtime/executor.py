@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from deepinfer_compile.errors import BundleCorrupt, WeightMismatch
-from deepinfer_compile.runtime.batch import CacheGroup, StepInput
+from deepinfer_compile.runtime.batch import CacheGroup, Flight, StepInput
 from deepinfer_compile.runtime.drawing import Draw, Numbers
 from deepinfer_compile.runtime.kernel_blocks import StepState
-from deepinfer_compile.runtime.pages import Ints
 
 Runner = Callable[[list[Any]], Sequence[Any]]
 """Takes a block's inputs in order, gives its outputs in order."""
@@ -119,11 +118,12 @@ def _with_frees(calls: list[tuple[Runner, list[int], list[int]]], output: int, i
 class DecodeSteps(Protocol):
     """Something that runs decode steps faster."""
 
-    def run(self, given: Mapping[str, Tensor], numbers: Numbers | None = None) -> tuple[Tensor, Ints | None] | None:
-        """Logits of a step, and of each row the token drawn by `numbers`; None where it does not run the step.
+    def run(self, given: Mapping[str, Tensor]) -> Tensor | None:
+        """Logits of a step; None where it does not run the step."""
+        ...
 
-        The step has ended when there are tokens.
-        """
+    def start(self, given: Mapping[str, Tensor], numbers: Numbers, *, following: bool = False) -> Flight | None:
+        """See `Executor`."""
         ...
 
 
@@ -179,34 +179,37 @@ class BundleExecutor:
 
     def step(self, inputs: StepInput) -> Tensor:
         """Run the program that fits; logits [N, vocab], see `Executor`."""
-        return self._step(inputs, None)[0]
-
-    def step_and_draw(self, inputs: StepInput, numbers: Numbers) -> tuple[Tensor, Ints]:
-        """See `Executor`."""
-        if self.draw is None:
-            raise AssertionError("nothing draws on this device")
-        logits, tokens = self._step(inputs, numbers)
-        return logits, self.draw(logits, numbers) if tokens is None else tokens
-
-    def _step(self, inputs: StepInput, numbers: Numbers | None) -> tuple[Tensor, Ints | None]:
-        """Logits, and tokens if they were drawn within the step."""
         self.state.tokens = inputs.input_ids.shape[0]
         name = self.choose(self.state.tokens, inputs.seq_len.shape[0])
-        given = {
-            "input_ids": inputs.input_ids.unsqueeze(0),
-            "position_ids": inputs.position_ids.unsqueeze(0),
-            "context_hint": inputs.context_hint.unsqueeze(0),
-            "rows": inputs.rows,
-            "query_start": inputs.query_start,
-            "seq_len": inputs.seq_len,
-        }
-        for g, meta in enumerate(inputs.groups):
-            given[f"block_table_{g}"] = meta.block_table
-            given[f"slot_{g}"] = meta.slot
+        given = _given(inputs)
         with torch.no_grad():
-            made = self.graphs.run(given, numbers) if self.graphs is not None and name == "decode" else None
-            if made is None:
+            logits = self.graphs.run(given) if self.graphs is not None and name == "decode" else None
+            if logits is None:
                 there = {key: held.to(self.device, non_blocking=True) for key, held in given.items()}
-                made = self.programs[name].run(there), None
-        logits, tokens = made
-        return (logits.float().cpu() if self.draw is None else logits), tokens
+                logits = self.programs[name].run(there)
+        return logits.float().cpu() if self.draw is None else logits
+
+    def start(self, inputs: StepInput, numbers: Numbers, *, following: bool = False) -> Flight | None:
+        """See `Executor`."""
+        tokens = inputs.input_ids.shape[0]
+        if self.graphs is None or self.choose(tokens, inputs.seq_len.shape[0]) != "decode":
+            return None
+        self.state.tokens = tokens
+        with torch.no_grad():
+            return self.graphs.start(_given(inputs), numbers, following=following)
+
+
+def _given(inputs: StepInput) -> dict[str, Tensor]:
+    """A step's inputs by the names that programs give them."""
+    given = {
+        "input_ids": inputs.input_ids.unsqueeze(0),
+        "position_ids": inputs.position_ids.unsqueeze(0),
+        "context_hint": inputs.context_hint.unsqueeze(0),
+        "rows": inputs.rows,
+        "query_start": inputs.query_start,
+        "seq_len": inputs.seq_len,
+    }
+    for g, meta in enumerate(inputs.groups):
+        given[f"block_table_{g}"] = meta.block_table
+        given[f"slot_{g}"] = meta.slot
+    return given

@@ -174,6 +174,41 @@ class Scheduler:
             scored=[(owner, np.searchsorted(rows, tokens)) for owner, tokens in scored],
         )
 
+    def follow(self) -> StepInput | None:
+        """The input of the step after the one that `batch` gave last, before that one has run (and before `advance`).
+
+        Its input ids are not known yet. None where it depends on more than the tokens: a request joined, left or has
+        prompt to read, one that waits finds a seat, or pages have run out.
+        """
+        if self._kept is None or (self.waiting and self._free):
+            return None
+        plan, steady = self._kept
+        seats = plan.seats
+        done = self._done[seats] + 1
+        if not (self._length[seats] == done).all():
+            return None
+        if not steady.covers(done):
+            self.pages.trim(seats, done)
+            if not self.pages.try_grow(seats, done + 1):
+                return None
+            steady = self._steady(seats, done)
+            self._kept = plan, steady
+        return steady.step(done, self._newest[seats])
+
+    def _steady(self, seats: Ints, done: Ints) -> Steady:
+        """A step of one token a request, made anew."""
+        prompt = self._prompt[seats]
+        inputs = StepInput(
+            input_ids=torch.from_numpy(self._newest[seats]),
+            position_ids=torch.from_numpy(done),
+            rows=torch.arange(len(seats)),
+            query_start=torch.arange(len(seats) + 1, dtype=torch.int32),
+            seq_len=torch.from_numpy((done + 1).astype(np.int32)),
+            context_hint=torch.from_numpy(np.maximum(prompt, done + 1)),
+            groups=self._metas(seats, int(done.max()) + 1, seats, done),
+        )
+        return Steady.of(inputs, done, prompt, [group.reach for group in self.pages.groups])
+
     def _is_steady(self, plan: Plan, steady: Steady) -> bool:
         """Whether the next step is the kept one, moved on."""
         done = self._done[plan.seats]

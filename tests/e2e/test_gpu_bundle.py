@@ -39,16 +39,34 @@ def test_every_number_of_requests_has_the_smallest_graph_that_holds_it() -> None
     assert bucket_of(LADDER[-1] + 1) is None
 
 
+def count_started(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """(rows, whether it followed) of each step that the device draws within."""
+    started: list[tuple[int, bool]] = []
+    executor = llm.engine._executor
+    whole = executor.start
+
+    def counting(inputs: Any, numbers: Any, *, following: bool = False) -> Any:
+        flight = whole(inputs, numbers, following=following)
+        if flight is not None:
+            started.append((len(inputs.rows), following))
+        return flight
+
+    monkeypatch.setattr(executor, "start", counting)
+    return started
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", models.CONFIGS)
-def test_tokens_equal_eager(name: str, tmp_path: Path) -> None:
+def test_tokens_equal_eager(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.make(name)
     dc.build(model, tmp_path / "bundle", target=here())
     given = prompts(lengths=LENGTHS)
     llm: Any = dc.load(tmp_path / "bundle", target=here(), max_num_seqs=5)
+    started = count_started(llm, monkeypatch)
     assert bundle_tokens(llm, given, COUNT) == [eager_tokens(model, p, COUNT) for p in given]
     graphs = llm.engine._executor.graphs
-    # seven prompts in five seats: every decode step was a replay
+    # seven prompts in five seats: every decode step was a replay, and most began before the last one's tokens were here
+    assert sum(following for _, following in started) > COUNT
     assert graphs is not None
     assert 8 in graphs.captured
 
@@ -64,19 +82,11 @@ def test_tokens_are_drawn_on_the_device(dtype: torch.dtype, tmp_path: Path, monk
     drawn = [SamplingParams(**{"seed": i, "max_tokens": COUNT, "ignore_eos": True, **p}) for i, p in enumerate(kinds)]
     given = prompts(lengths=LENGTHS)
     llm: Any = dc.load(tmp_path / "bundle", target=here(), max_num_seqs=7)
-    rows: list[int] = []
-    executor = llm.engine._executor
-    whole = executor.step_and_draw
-
-    def counting(inputs: Any, numbers: Any) -> Any:
-        logits, tokens = whole(inputs, numbers)
-        rows.append(len(tokens))
-        return logits, tokens
-
-    monkeypatch.setattr(executor, "step_and_draw", counting)
+    started = count_started(llm, monkeypatch)
     there = [o.outputs[0].token_ids for o in llm.generate(given, drawn)]
-    assert sum(rows) == len(given) * COUNT
-    assert executor.graphs.captured[8].tokens is not None
+    assert sum(rows for rows, _ in started) == len(given) * (COUNT - 1)
+    # a penalty takes the host after each step
+    assert not any(following for _, following in started)
     if dtype == torch.float32:  # a library's products may round differently in another batch, in bf16 visibly
         assert there[2] == llm.generate([given[2]], [drawn[2]])[0].outputs[0].token_ids
     host: Any = dc.load(tmp_path / "bundle", target=here(), max_num_seqs=7)

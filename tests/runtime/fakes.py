@@ -85,9 +85,8 @@ class HashExecutor:
             out[hit, 3] = np.nan
         return torch.from_numpy(out)
 
-    def step_and_draw(self, inputs: StepInput, numbers) -> tuple[torch.Tensor, np.ndarray]:
-        logits = self.step(inputs)
-        return logits, self.draw(logits, numbers)
+    def start(self, inputs: StepInput, numbers, *, following: bool = False) -> None:
+        return None
 
     @staticmethod
     def _seen(cache, table, group: CacheGroup, length: int, new: int, column: int) -> np.ndarray:
