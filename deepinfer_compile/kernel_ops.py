@@ -27,7 +27,7 @@ from deepinfer_compile import ops
 from deepinfer_compile.artifacts import cached
 from deepinfer_compile.kernels import AnySpec, Call, Limits, Refused, is_large, render_kernel, specs
 from deepinfer_compile.ops.registry import Op
-from deepinfer_compile.runtime.launch import Buffer, Expr, Launch, LaunchPlan
+from deepinfer_compile.runtime.launch import EARLY, Buffer, Expr, Launch, LaunchPlan
 from deepinfer_compile.tuned import Tuned
 
 NAMESPACE = "deepinfer_kernels"
@@ -206,7 +206,7 @@ def compile_launches(spec: AnySpec, params: Any, config: Any, operands: Mapping[
         values = [
             tensors[a.value].dtype if isinstance(a.value, str) else _value(a.value, tensors) for a in launch.arguments
         ]
-        made.append(getattr(module, launch.entry).warmup(*values, grid=(1,), **launch.options))
+        made.append(getattr(module, launch.entry).warmup(*values, grid=(1,), **_options(launch)))
     return made
 
 
@@ -223,7 +223,12 @@ def _launch(module: ModuleType, launch: Launch, tensors: Mapping[str, Tensor]) -
     values = {
         a.name: tensors[a.value] if isinstance(a.value, str) else _value(a.value, tensors) for a in launch.arguments
     }
-    torch.library.wrap_triton(getattr(module, launch.entry))[grid](**values, **launch.options)
+    torch.library.wrap_triton(getattr(module, launch.entry))[grid](**values, **_options(launch))
+
+
+def _options(launch: Launch) -> dict[str, int]:
+    """What the compiler is told. Nothing starts early here: who captures these launches may not know the option."""
+    return {name: value for name, value in launch.options.items() if name != EARLY}
 
 
 def _results(plan: LaunchPlan, tensors: Mapping[str, Tensor]) -> Any:

@@ -57,7 +57,8 @@ class Limits:
 
     dtypes: weight types it computes in. device: torch device type that runs it. shared_bytes: on-chip memory of one
     program. cores: programs that run at the same time at least. max_warps: warps of one program. read_bytes, flops:
-    what it reads and computes (in 16 bits) a second at best, 0 where nobody knows.
+    what it reads and computes (in 16 bits) a second at best, 0 where nobody knows. pdl: a launch can be told that the
+    next one may start before it has ended (programmatic dependent launch).
     """
 
     dtypes: tuple[str, ...]
@@ -67,6 +68,7 @@ class Limits:
     max_warps: int = 1
     read_bytes: float = 0.0
     flops: float = 0.0
+    pdl: bool = False
 
     def modelled(self, work: Work) -> float:
         """Seconds that a call takes at least: its bytes or its arithmetic, whichever is longer. 0 without figures."""

@@ -256,6 +256,7 @@ def _limits(cores: int, read_bytes: float, flops: float) -> Limits:
         max_warps=32,
         read_bytes=read_bytes,
         flops=flops,
+        pdl=True,
     )
 
 

@@ -79,9 +79,16 @@ def _mend_index() -> None:
     interpreter._patch_lang_tensor = patch
 
 
+def _no_early_starts() -> None:
+    """Here a launch has ended when the next one starts."""
+    for name in ("gdc_wait", "gdc_launch_dependents"):
+        setattr(tl.extra.cuda, name, lambda: None)
+
+
 _mend_dot()
 _mend_cast()
 _mend_index()
+_no_early_starts()
 
 
 def load(text: str, folder: Path) -> Any:

@@ -98,8 +98,8 @@ class Executor(Protocol):
     def start(self, inputs: StepInput, numbers: Numbers, *, following: bool = False) -> Flight | None:
         """Start a step that also chooses a token for each of its rows, as `step` and then `draw` would.
 
-        following: in place of `inputs.input_ids`, it reads the tokens of the step started last, request by request; when
-        a third step starts, the first one's tokens are lost. None where steps of this kind (or any, as
-        without a `draw`) only run to their end.
+        following: in place of `inputs.input_ids`, it reads the tokens of the step started last, request by request.
+        When a third step starts, the first one's tokens are lost. None where steps of this kind (or any, as without a
+        `draw`) only run to their end.
         """
         ...

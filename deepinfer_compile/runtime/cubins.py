@@ -6,6 +6,7 @@ pointers of the compiler's own, which no kernel of ours uses.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from deepinfer_compile.bundle import BundleFiles
 from deepinfer_compile.errors import BundleCorrupt, MissingExtra
 from deepinfer_compile.runtime.kernel_blocks import kernel_record
 from deepinfer_compile.runtime.launch import (
+    EARLY,
     Launch,
     buffer_shape,
     check_operands,
@@ -28,6 +30,7 @@ from deepinfer_compile.runtime.launch import (
 PLENTY = 48 * 1024
 """Bytes of shared memory that a kernel gets without asking."""
 _NUMBERS = {"i32": np.int32, "i64": np.int64}
+_C_TYPES = {int: ctypes.c_void_p, np.int32: ctypes.c_int32, np.int64: ctypes.c_int64}
 
 
 class Cubin:
@@ -86,8 +89,33 @@ class Cubin:
         given = [
             v.data_ptr() if isinstance(v, Tensor) else _NUMBERS[a.type](v) for a, v in zip(launch.arguments, values)
         ]
+        if launch.options.get(EARLY):
+            _launch_early(stream, kernel, (*grid, 1, 1)[:3], threads, shared, [*given, *[0] * hidden])
+            return
         config = self.config(grid=(*grid, 1, 1)[:3], block=threads, shmem_size=shared)
         self.launch(stream, config, kernel, *given, *[0] * hidden)
+
+
+def _launch_early(
+    stream: Any, kernel: Any, grid: tuple[int, ...], threads: int, shared: int, given: Sequence[Any]
+) -> None:
+    """A launch that may start before the launch before has ended (programmatic stream serialisation), which cuda.core
+    has no name for."""
+    from cuda.bindings import driver
+
+    early = driver.CUlaunchAttribute()
+    early.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    early.value.programmaticStreamSerializationAllowed = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes, config.hStream = shared, driver.CUstream(int(stream.handle))
+    config.attrs, config.numAttrs = [early], 1
+    types = tuple(_C_TYPES[type(value)] for value in given)
+    function = driver.CUfunction(int(kernel.handle))  # a CUkernel stands for the function of the current context
+    (status,) = driver.cuLaunchKernelEx(config, function, (tuple(int(v) for v in given), types), 0)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"a kernel could not be launched: {status}")
 
 
 def cuda_core() -> Any:

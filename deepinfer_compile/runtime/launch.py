@@ -33,6 +33,8 @@ OPERATORS: dict[str, Callable[[int, int], int]] = {
     "max": max,
 }
 SCALARS = ("i32", "i64")
+EARLY = "launch_pdl"
+"""The option of launches that may start early, by the compiler's name for it. A launcher may ignore it."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,10 @@ class Argument:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of one entry function. options: what the compiler must be told (warps, stages)."""
+    """One launch of one entry function. options: what the compiler must be told (warps, stages).
+
+    With `EARLY` among them it may start before the launch before has ended: the source waits where it must.
+    """
 
     entry: str
     grid: tuple[Expr, ...]

@@ -50,7 +50,8 @@ class Config:
     """block_m: pairs of a block, all of one expert. up_n: columns of the activation that a program makes, of as many
     gates and ups; down_n: columns of the result. up_k, down_k: terms of a product read at a time. group: neighbouring
     blocks that share a weight tile; with 1, weights pass through the cache without staying. tail: a block with at most
-    that many pairs is done as a block of that size, 0 for never. direct: a block is one pair, nothing is sorted."""
+    that many pairs is done as a block of that size, 0 for never. direct: a block is one pair, nothing is sorted. pdl: the
+    next launch may start before the last one has ended."""
 
     block_m: int
     up_n: int
@@ -64,6 +65,7 @@ class Config:
     group: int
     tail: int
     direct: bool
+    pdl: bool = False
 
 
 class Tile(NamedTuple):
@@ -171,8 +173,8 @@ def _fit(params: Params, limits: Limits, block_m: int, tile: Tile, up: bool) -> 
     return tile
 
 
-def _config(block_m: int, up: Tile, down: Tile, group: int, tail: int, direct: bool) -> Config:
-    return Config(block_m, *up, *down, group, tail, direct)
+def _config(block_m: int, up: Tile, down: Tile, group: int, tail: int, direct: bool, pdl: bool) -> Config:
+    return Config(block_m, *up, *down, group, tail, direct, pdl)
 
 
 def default(params: Params, limits: Limits, tokens: int) -> Config:
@@ -190,7 +192,7 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
         while tile.n > 32 and blocks * -(-columns // tile.n) < limits.cores:
             tile = tile._replace(n=tile.n // 2)
         tiles.append(tile)
-    return _config(found.block_m, tiles[0], tiles[1], found.group, found.tail, direct)
+    return _config(found.block_m, tiles[0], tiles[1], found.group, found.tail, direct, limits.pdl)
 
 
 def space(params: Params, limits: Limits) -> Iterator[Config]:

@@ -52,10 +52,11 @@ class Params:
 
 @dataclass(frozen=True)
 class Config:
-    """columns: of one program, a power of two."""
+    """columns: of one program, a power of two. pdl: the next launch may start before this one has ended."""
 
     columns: int
     num_warps: int
+    pdl: bool = False
 
 
 def bind(call: Call) -> Params | Refused:
@@ -75,14 +76,14 @@ def bind(call: Call) -> Params | Refused:
 def default(params: Params, limits: Limits, tokens: int) -> Config:
     """Narrow programs while rows are few, so that every core has one."""
     narrow = tokens * -(-params.size // COLUMNS[-1]) < limits.cores
-    return Config(COLUMNS[1] if narrow else COLUMNS[-1], min(4, limits.max_warps))
+    return Config(COLUMNS[1] if narrow else COLUMNS[-1], min(4, limits.max_warps), limits.pdl)
 
 
 def space(params: Params, limits: Limits) -> Iterator[Config]:
     """Columns and warps."""
     for columns, warps in product(COLUMNS, WARPS):
         if warps <= limits.max_warps and columns >= 32 * warps:
-            yield Config(columns, warps)
+            yield Config(columns, warps, limits.pdl)
 
 
 def plan(params: Params, config: Config) -> LaunchPlan:

@@ -73,7 +73,8 @@ class Params:
 class Config:
     """block_m: rows of a tile of attend. block_n: keys read at a time. pieces: parts of the context, a power of two.
     block_t: tokens of a tile of absorb and project (a single one takes no matrix units, and its pieces are joined where
-    they are projected), absorb_n and project_n their columns, project_k its step."""
+    they are projected), absorb_n and project_n their columns, project_k its step. pdl:
+    for a single token, absorb starts early, and what follows the last launch may."""
 
     block_m: int
     block_n: int
@@ -85,6 +86,7 @@ class Config:
     project_n: int
     project_k: int
     side_warps: int
+    pdl: bool = False
 
 
 def is_expanded(call: Call) -> bool:
@@ -222,7 +224,7 @@ def _fitting(params: Params, limits: Limits, block_m: int, programs: int, tokens
     for block_n, stages, warps in product((64, 32, 16), (2, 1), (8, 4, 2, 1)):
         if warps == 8 and block_m < 64:
             continue
-        config = Config(block_m, block_n, 1, warps, stages, **sides)
+        config = Config(block_m, block_n, 1, warps, stages, **sides, pdl=limits.pdl and tokens == 1)
         if _is_legal(params, config, limits):
             if params.tiled:
                 return config
@@ -240,7 +242,7 @@ def space(params: Params, limits: Limits) -> Iterator[Config]:
     parts = (1,) if params.tiled else (1, 2, 4, 8, 16, 32)
     for m, n, pieces, warps, stages in product(tiles, (16, 32, 64, 128), parts, (1, 2, 4, 8), (1, 2, 3)):
         for side in sides:
-            config = Config(m, n, pieces, warps, stages, **side)
+            config = Config(m, n, pieces, warps, stages, **side, pdl=limits.pdl and side["block_t"] == 1)
             if _is_legal(params, config, limits):
                 yield config
 

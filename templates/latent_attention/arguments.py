@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepinfer_compile.kernels import pointer, type_name
-from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
+from deepinfer_compile.runtime.launch import EARLY, Argument, Buffer, Expr, Launch, LaunchPlan, Operand
 
 if TYPE_CHECKING:
     from deepinfer_compile.templates.latent_attention import Config, Params
@@ -81,7 +81,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         (out,),
         tuple(scratch),
         (
-            Launch("absorb", (grid,), _absorb_arguments(params), side),
+            Launch("absorb", (grid,), _absorb_arguments(params), {**side, EARLY: 1} if config.pdl else side),
             Launch("attend", (rows, requests, parts), _attend_arguments(params, config), main),
             *ends,
         ),

@@ -32,7 +32,7 @@ from deepinfer_compile.kernels import (
     type_name,
 )
 from deepinfer_compile.ops.registry import Op, Work
-from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
+from deepinfer_compile.runtime.launch import EARLY, Argument, Buffer, Expr, Launch, LaunchPlan, Operand
 
 DTYPES = (torch.float32, torch.bfloat16)
 BLOCK_T = 16
@@ -67,7 +67,8 @@ class Params:
 @dataclass(frozen=True)
 class Config:
     """block_t: tokens of a tile, 1 for a token a program without matrix units. block_n: weight rows of a tile.
-    block_k: terms read at a time. split: parts of the terms, a power of two."""
+    block_k: terms read at a time. split: parts of the terms, a power of two. pdl: a token a program starts before the
+    launch before it has ended, and lets the next one do so."""
 
     block_t: int
     block_n: int
@@ -75,6 +76,7 @@ class Config:
     split: int
     num_warps: int
     num_stages: int
+    pdl: bool = False
 
 
 def bind(call: Call) -> Params | Refused:
@@ -128,7 +130,8 @@ def _single(params: Params, limits: Limits) -> Config:
     most = max(16, next_power_of_2(params.terms))
     block_k = next((k for k in (1024, 512, 256) if params.terms % k == 0), min(1024, most))
     block_n = next((n for n in (8, 4, 2) if -(-params.lines // n) >= limits.cores), 1)
-    return Config(1, block_n, block_k, 1, max(1, min(4, block_n * block_k // 512, limits.max_warps)), 1)
+    warps = max(1, min(4, block_n * block_k // 512, limits.max_warps))
+    return Config(1, block_n, block_k, 1, warps, 1, limits.pdl)
 
 
 def space(params: Params, limits: Limits) -> Iterator[Config]:
@@ -136,7 +139,7 @@ def space(params: Params, limits: Limits) -> Iterator[Config]:
     least = min(64, next_power_of_2(params.terms))
     tiles = product((BLOCK_T,), (16, 32, 64, 128), (16, 32, 64, 128, 256), (1, 2, 4, 8, 16), (2, 4, 8), (1, 2, 3, 4))
     rows = product((1,), (1, 2, 4, 8, 16), (16, 32, 64, 128, 256, 512, 1024), (1, 2, 4), (1, 2, 4, 8), (1, 3))
-    for config in (Config(*values) for values in chain(rows, tiles)):
+    for config in (Config(*values, limits.pdl and values[0] == 1) for values in chain(rows, tiles)):
         if config.block_k >= least and _is_legal(params, config, limits):
             yield config
 
@@ -161,7 +164,8 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     given += [Argument("x_token", "i64", ("stride", "x", -2), align)]
     given += [Argument("weight_line", "i64", ("stride", "weight", 0), align)]
     grid: tuple[Expr, ...] = (-(-params.lines // config.block_n), config.split, ("cdiv", tokens, config.block_t))
-    launches = [Launch("linear", grid, tuple(given), {"num_warps": config.num_warps, "num_stages": config.num_stages})]
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    launches = [Launch("linear", grid, tuple(given), {**options, EARLY: 1} if config.pdl else options)]
     if split:
         joined = (pointer("part", torch.float32), *bias, out, Argument("tokens", "i32", tokens))
         launches.append(Launch("join", (tokens, -(-params.lines // JOINED)), joined, {"num_warps": 4}))

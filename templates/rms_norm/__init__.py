@@ -65,10 +65,11 @@ class Params:
 
 @dataclass(frozen=True)
 class Config:
-    """rows: rows of one program, a power of two."""
+    """rows: rows of one program, a power of two. pdl: the next launch may start before this one has ended."""
 
     rows: int
     num_warps: int
+    pdl: bool = False
 
 
 def bind(call: Call) -> Params | Refused:
@@ -110,7 +111,7 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
     columns = 1 << (params.size - 1).bit_length()
     spare = max(1, tokens // (2 * limits.cores))
     rows = min(ROWS[-1], max(1, TILE // columns), 1 << (spare.bit_length() - 1))
-    return Config(rows, max(1, min(WARPS[-1], limits.max_warps, rows * columns // 1024)))
+    return Config(rows, max(1, min(WARPS[-1], limits.max_warps, rows * columns // 1024)), limits.pdl)
 
 
 def space(params: Params, limits: Limits) -> Iterator[Config]:
@@ -121,7 +122,7 @@ def space(params: Params, limits: Limits) -> Iterator[Config]:
             continue
         for warps in WARPS:
             if warps <= limits.max_warps and (warps == 1 or 32 <= rows * columns // warps <= 8192):
-                yield Config(rows, warps)
+                yield Config(rows, warps, limits.pdl)
 
 
 def plan(params: Params, config: Config) -> LaunchPlan:

@@ -56,10 +56,11 @@ class Params:
 
 @dataclass(frozen=True)
 class Config:
-    """heads_block: heads of one program, a power of two."""
+    """heads_block: heads of one program, a power of two. pdl: the next launch may start before this one has ended."""
 
     heads_block: int
     num_warps: int
+    pdl: bool = False
 
 
 def bind(call: Call) -> Params | Refused:
@@ -94,7 +95,7 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
     most = max(1, min(next_power_of_2(params.heads), TILE // half))
     spread = max(1, limits.cores // max(1, tokens))
     block = max(1, most // next_power_of_2(spread))
-    return Config(block, max(1, min(4, limits.max_warps, block * half // 128)))
+    return Config(block, max(1, min(4, limits.max_warps, block * half // 128)), limits.pdl)
 
 
 def space(params: Params, limits: Limits) -> Iterator[Config]:
@@ -103,7 +104,7 @@ def space(params: Params, limits: Limits) -> Iterator[Config]:
     for block, warps in product(HEADS, WARPS):
         small = block <= next_power_of_2(params.heads) and (block == 1 or block * half <= TILE)
         if small and warps <= limits.max_warps:
-            yield Config(block, warps)
+            yield Config(block, warps, limits.pdl)
 
 
 def plan(params: Params, config: Config) -> LaunchPlan:

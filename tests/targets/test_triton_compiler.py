@@ -13,8 +13,9 @@ import pytest
 
 from deepinfer_compile.bundle import jsonio
 from deepinfer_compile.errors import KernelTooLarge, NativeBuildFailed
+from deepinfer_compile.kernel_ops import load_source
 from deepinfer_compile.kernels import AnySpec, Case, fields_of, render_stamp, specs
-from deepinfer_compile.runtime.launch import plan_from_json
+from deepinfer_compile.runtime.launch import EARLY, plan_from_json
 from deepinfer_compile.targets import triton_compiler
 from deepinfer_compile.targets.nvidia import SM90, SM100, NvidiaTarget
 from deepinfer_compile.targets.triton_compiler import RECORD, SOURCE, Kernel, TritonCompiler
@@ -173,3 +174,45 @@ def test_legal_configs_compile_and_fit(spec: AnySpec, target: NvidiaTarget, tmp_
         space = list(spec.space(spec.cases[-1].params, target.limits))
         for config in space[:: max(1, len(space) // 12)]:
             made.compile(Kernel.of(spec, spec.cases[-1].params, config))
+
+
+EARLY_STARTS = [
+    ("linear", "row", "linear"),
+    ("linear", "single", "linear"),
+    ("output_projection", "single", "linear"),
+    ("cached_latent_attention", "typical", "absorb"),
+]
+
+
+@pytest.mark.parametrize(("op", "case", "entry"), EARLY_STARTS)
+def test_what_starts_early_waits_before_it_reads_results_or_writes(op: str, case: str, entry: str) -> None:
+    """In the order of the machine's instructions: weights, the wait, then what the launch before may have made."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    wanted = kernel(op, case, tokens=1)
+    launch = next(x for x in wanted.plan.launches if x.entry == entry)
+    assert launch.options[EARLY] == 1
+    function = getattr(load_source(wanted.text), entry)
+    source = ASTSource(fn=function, signature={a.name: a.type for a in launch.arguments}, constexprs={})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(launch.options)).asm["ptx"]
+    before, waits, after = made.partition("griddepcontrol.wait")
+    assert waits
+    assert "griddepcontrol.wait" not in after
+    assert "ld.global" in before
+    assert "ld.global" in after
+    assert "st.global" not in before
+    assert "atom" not in before
+
+
+def test_only_what_waits_starts_early() -> None:
+    for spec in specs():
+        for case in spec.cases:
+            given = spec.default(case.params, SM90.limits, 1) if "triton" in spec.sources else None
+            if given is None:
+                continue
+            made = Kernel.of(spec, case.params, given)
+            for launch in made.plan.launches:
+                body = made.text.partition(f"def {launch.entry}(")[2].partition("@triton.jit")[0]
+                assert ("gdc_wait" in body) == bool(launch.options.get(EARLY)), (spec.op.name, case.name, launch.entry)
