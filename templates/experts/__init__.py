@@ -50,8 +50,8 @@ class Config:
     """block_m: pairs of a block, all of one expert. up_n: columns of the activation that a program makes, of as many
     gates and ups; down_n: columns of the result. up_k, down_k: terms of a product read at a time. group: neighbouring
     blocks that share a weight tile; with 1, weights pass through the cache without staying. tail: a block with at most
-    that many pairs is done as a block of that size, 0 for never. direct: a block is one pair, nothing is sorted. pdl: the
-    next launch may start before the last one has ended."""
+    that many pairs is done as a block of that size, 0 for never. direct: a block is one pair, nothing is sorted.
+    pdl: the next launch may start before the last one has ended."""
 
     block_m: int
     up_n: int
