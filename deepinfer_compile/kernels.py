@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from jinja2 import TemplateNotFound
 from torch import Tensor
-from torch.fx import Node
+from torch.fx.node import Node, map_arg
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from deepinfer_compile import ops, render
@@ -162,13 +162,15 @@ def call_of(node: Node, phase: str) -> Call | None:
     theirs = node.target._schema.arguments  # type: ignore[union-attr]
     for schema, own in zip(op.overload._schema.arguments, theirs, strict=True):
         given = argument(node, own.name)
-        found[schema.name] = value(given) if isinstance(given, Node) else given
+        found[schema.name] = map_arg(given, value)
     return Call(op, found, phase)
 
 
-def is_large(weight: Tensor) -> bool:
-    """Whether a linear layer with this weight is worth a launch of ours: half precision, and 1 MiB or more."""
-    return weight.dtype == torch.bfloat16 and weight.numel() * weight.element_size() >= 1 << 20
+def is_large(*weights: Tensor) -> bool:
+    """Whether linear layers with these weights are worth a launch of ours: half precision, and together 1 MiB or
+    more."""
+    half = all(weight.dtype == torch.bfloat16 for weight in weights)
+    return half and sum(weight.numel() * weight.element_size() for weight in weights) >= 1 << 20
 
 
 def select(call: Call, dialect: str) -> tuple[AnySpec, Any] | Refused:

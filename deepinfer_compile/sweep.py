@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from deepinfer_compile import render
 from deepinfer_compile.errors import BadShapes, CompileError, SweepFailed
 from deepinfer_compile.kernels import Call, Limits, Refused, fields_of
-from deepinfer_compile.runtime.launch import LaunchPlan, check_operands
+from deepinfer_compile.runtime.launch import LaunchPlan, check_operands, tensors_of
 from deepinfer_compile.sweep_machine import Call as Prepared
 from deepinfer_compile.sweep_machine import Machine, Timer, Timing, Unfit
 from deepinfer_compile.sweep_shapes import DEFAULT, Shape, fault
@@ -176,7 +177,7 @@ class Bench:
         self.best = float("inf")
         try:
             given = self._operands(file)
-            self.operands = {name: t for name, t in given.items() if isinstance(t, Tensor)}
+            self.operands = tensors_of(given)
             self.fresh = {name: self.operands[name].clone() for name in shape.spec.op.mutates}
             self.wanted, self.written = self._reference(given)
         except torch.OutOfMemoryError as error:
@@ -189,13 +190,13 @@ class Bench:
         try:
             with torch.device(device):
                 made = shape.spec.inputs(shape.case(), generator)
-            given = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in made.items()}
+            given: dict[str, Any] = tree_map_only(Tensor, lambda t: t.to(device), made)
             bound = [shape.spec.bind(Call(shape.spec.op, given, phase)) for phase in PHASES]
             if not any(_fits(b, shape.params) for b in bound):
                 other = bound[0].reason if isinstance(bound[0], Refused) else f"a graph would give {bound[0]}"
                 raise ValueError(f"no graph gives these params: {other}")
             plan = shape.spec.plan(shape.params, shape.spec.default(shape.params, self.machine.limits, shape.tokens))
-            check_operands(shape.spec.name, plan, {n: t for n, t in given.items() if isinstance(t, Tensor)})
+            check_operands(shape.spec.name, plan, tensors_of(given))
         except torch.OutOfMemoryError:
             raise
         except (*FAULTS, CompileError, RuntimeError) as error:
@@ -205,7 +206,7 @@ class Bench:
     def _reference(self, given: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
         """Results, and operands as they are written, in the wider type."""
         spec, wide = self.shape.spec, EXACT.get(self.shape.params.dtype, torch.float32)
-        floats = {n: t.to(wide) if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in given.items()}
+        floats = tree_map_only(Tensor, lambda t: t.to(wide) if t.is_floating_point() else t, given)
         with torch.no_grad():
             made = spec.op.reference(*floats.values())
         results = made if isinstance(made, tuple) else (made,)

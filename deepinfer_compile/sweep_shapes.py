@@ -4,7 +4,7 @@
 
 params: every field of the kernel's Params. tokens: numbers of new tokens, a bucket each. new: of each request, 1 if it
 is not given; it divides every number of tokens. context: of each request, including its new tokens, which it is if it
-is not given. op: needed where a template computes several operations. A dtype is given by its name.
+is not given. op: needed where a template computes several operations. A dtype is given by its name, a tuple as a list.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def _value(kind: type, given: Any) -> Any:
         raise ValueError(f"is {str(given)[:60]!r}, no value") from None
     if kind is float and type(value) is int:
         return float(value)
-    if type(value) is not kind:
+    parts = value if isinstance(value, tuple) else ()
+    if type(value) is not (typing.get_origin(kind) or kind) or {type(p) for p in parts} - {*typing.get_args(kind)}:
         raise ValueError(f"is {str(given)[:60]!r}, not of type {kind.__name__}")
     return value
 

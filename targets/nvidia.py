@@ -38,12 +38,14 @@ from deepinfer_compile.kernels import (
     select,
     type_name,
 )
-from deepinfer_compile.ops import LINEAR, OUTPUT_PROJECTION, SAMPLE
+from deepinfer_compile.ops import LINEAR, LINEARS, OUTPUT_PROJECTION, SAMPLE
 from deepinfer_compile.ops.sample import NUMBERS
 from deepinfer_compile.passbase import Pass
+from deepinfer_compile.passes.merge_linears import MergeLinears
 from deepinfer_compile.runtime.kernel_blocks import LIBRARY
 from deepinfer_compile.targets.base import Job, Variant
 from deepinfer_compile.targets.triton_compiler import DIALECT, Kernel, TritonCompiler, missing_tools
+from deepinfer_compile.templates.linears import MOST as MERGED
 from deepinfer_compile.tuned import Chosen, Tuned
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
@@ -52,6 +54,8 @@ OLDEST_TRITON = (3, 6)
 ATTEMPTS = 12
 """Configurations that are tried in place of one that does not fit."""
 BLOCK = "block.json"
+PLAIN = (LINEAR, LINEARS)
+"""ATen's linear layers, of which most are better left: not counted among the dialect's operations."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class NvidiaTarget:
         return lack
 
     def prepare(self, isa: str | None) -> tuple[Pass, ...]:
-        return ()
+        return (MergeLinears(one="aten.linear", many="deepinfer.linears", most=MERGED, large=True),)
 
     def build(self, job: Job, progress: Callable[[str], None]) -> Variant:
         made = _Made(self, progress, Tuned(job.tuned, self.name, self.limits) if job.tuned is not None else None)
@@ -127,14 +131,14 @@ class _Made:
             found = _worth(call) or select(call, DIALECT)
             if isinstance(found, Refused):
                 left[node.name] = {"op": target_name(node), "reason": found.reason}
-                if call.op is not LINEAR:  # ATen's, of which most are better left
+                if call.op not in PLAIN:
                     unbound[target_name(node)] += 1
                 continue
             spec, params = found
             names = [[c.upto, self._kernel(spec, params, c, compiler)] for c in self._choices(spec, params)]
             names += [] if spec.few is None else [[None, LIBRARY]]
             kernels[node.name] = {"op": target_name(node), "kernel": spec.name, "choices": names}
-            self.bound[program] = self.bound.get(program, 0) + (call.op is not LINEAR)
+            self.bound[program] = self.bound.get(program, 0) + (call.op not in PLAIN)
         return {"kernels": kernels, "left": left}
 
     def _choices(self, spec: AnySpec, params: Any) -> tuple[Chosen, ...]:
@@ -221,7 +225,7 @@ class _Made:
 def _worth(call: Call) -> Refused | None:
     """Why a layer is torch's at any number of tokens, if it is."""
     if call.op not in (LINEAR, OUTPUT_PROJECTION) or is_large(call.arguments["weight"]):
-        return None
+        return None  # MergeLinears makes calls of several weights where they are worth it
     dtype = type_name(call.arguments["weight"].dtype)
     return Refused("too small for a launch of ours" if dtype == "bfloat16" else f"{dtype} products are torch's")
 

@@ -27,6 +27,7 @@ from deepinfer_compile.runtime.launch import (
     evaluate,
     plan_from_json,
     plan_to_json,
+    tensors_of,
     values_of,
 )
 
@@ -117,7 +118,7 @@ def run_all(spec: AnySpec, params: Any, config: Any, arguments: Mapping[str, Any
     """Results and scratch memory of a kernel by name, poisoned where nothing was written."""
     module = load(render_kernel(spec, params, config, "triton"), folder)
     plan = plan_from_json(plan_to_json(spec.plan(params, config)), "test")
-    tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor)}
+    tensors = tensors_of(arguments)
     check_operands(spec.name, plan, tensors)
     guarded = {b.name: _poisoned(b, tensors) for b in (*plan.results, *plan.scratch)}
     tensors |= {name: inner for name, (_, inner) in guarded.items()}

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from deepinfer_compile.bundle import BundleFiles
 from deepinfer_compile.cli.facts import kernel_case
 from deepinfer_compile.errors import CannotMeasure
 from deepinfer_compile.kernels import AnySpec, Case
 from deepinfer_compile.runtime.kernel_blocks import KernelRunner
+from deepinfer_compile.runtime.launch import tensors_of
 from deepinfer_compile.sweep_machine import GraphTimer
 
 Open = Callable[[BundleFiles, str, torch.device], KernelRunner]
@@ -66,8 +68,7 @@ def _timed(
         given = operands(spec, case, device)
         made = spec.op.fake(*given.values())
         results = made if isinstance(made, tuple) else (made,)
-        tensors = {name: held for name, held in given.items() if isinstance(held, Tensor)}
-        kernel = open_kernel()
+        tensors, kernel = tensors_of(given), open_kernel()
         return {"us": float(timer(lambda: kernel(tensors, results)).us), "reason": ""}
     except torch.OutOfMemoryError:
         return {"us": None, "reason": "its operands do not fit into memory"}
@@ -77,4 +78,5 @@ def operands(spec: AnySpec, case: Case[Any], device: torch.device) -> dict[str, 
     """A case's operands, made on the device."""
     with device:
         given = spec.inputs(case, torch.Generator(device).manual_seed(0))
-    return {name: held.to(device) if isinstance(held, Tensor) else held for name, held in given.items()}
+    moved: dict[str, Any] = tree_map_only(Tensor, lambda held: held.to(device), given)
+    return moved

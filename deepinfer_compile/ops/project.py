@@ -1,7 +1,9 @@
-"""Products with a weight: a linear layer as kernels compute it, and the output projection, where only the rows whose
-logits are wanted reach the vocabulary matrix."""
+"""Products with a weight: a linear layer as kernels compute it, several of one input, and the output projection, where
+only the rows whose logits are wanted reach the vocabulary matrix."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,25 @@ LINEAR = define(
     ),
 )
 """x [..., K], weight [N, K], bias [N] or None -> [..., N]. Graphs hold aten.linear, kernels are bound to this."""
+
+
+def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
+def _linears_work(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Work:
+    each = [LINEAR.work(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    again = (len(each) - 1) * size_bytes(x)
+    return Work(sum(work.flops for work in each), sum(work.bytes for work in each) - again)
+
+
+LINEARS = define(
+    "linears(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
+    reference=_linears,
+    fake=lambda x, weights, biases: tuple(x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights),
+    work=_linears_work,
+)
+"""x [..., K], weights [N_i, K], biases [N_i] or None, as many -> [..., N_i] each. x is read once."""
 
 
 def _output_projection(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

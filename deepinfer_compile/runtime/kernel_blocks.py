@@ -1,8 +1,8 @@
 """A block some of whose nodes have kernels: node by node, a kernel where there is one, else the graph's operation.
 
 Which kernel a node gets, or that a library computes it, depends on how many tokens a step has. Everything is checked
-when the bundle is opened: that the graph is the block's own, that kernels exist and that their nodes call operations
-that kernels compute.
+when the bundle is opened: that the graph is a form of the block's own, that kernels exist and that their nodes call
+operations that kernels compute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from deepinfer_compile.bundle import BundleFiles
 from deepinfer_compile.errors import BundleCorrupt
 from deepinfer_compile.ops.registry import Op
 from deepinfer_compile.runtime.interpret import GraphFunction, resolve
-from deepinfer_compile.runtime.stored import Malformed, anything, items, record, table, text, whole
+from deepinfer_compile.runtime.launch import tensors_of
+from deepinfer_compile.runtime.stored import Malformed, anything, items, record, same_values, table, text, whole
 
 _BINARY = record(
     {"file": text, "symbol": text, "shared_bytes": whole(), "threads": whole(1), "hidden_pointers": whole()},
@@ -64,12 +65,14 @@ def kernel_block(
     state: StepState,
     device: str,
 ) -> GraphFunction:
-    """A block of one program. graph: as the bundle's programs store it. kernel: (name, file) -> what runs it."""
+    """A block of one program. graph: as the bundle's programs store it; the target may have another of the same inputs
+    and outputs. kernel: (name, file) -> what runs it."""
     block = files.json(path)
     _checked(_BLOCK, block, path)
-    if program not in block["programs"] or block["graph"] != graph:
+    own = block["graph"]
+    if program not in block["programs"] or (own != graph and not same_values(own, graph, path)):
         raise BundleCorrupt(file=path, reason=f"it is not the block that program {program!r} calls")
-    targets = {n["name"]: n["target"] for n in graph["nodes"] if n["op"] == "call"}
+    targets = {n["name"]: n["target"] for n in own["nodes"] if n["op"] == "call"}
     replaced = {}
     for name, entry in block["programs"][program]["kernels"].items():
         target = resolve(targets[name], path) if name in targets else None
@@ -79,8 +82,10 @@ def kernel_block(
         choices = [(_upto(c, path), kernel(c[1], path) if c[1] != LIBRARY else None) for c in entry["choices"]]
         if choices[-1][0] is not None:
             raise BundleCorrupt(file=path, reason=f"node {name[:80]!r} has no kernel for any number of tokens")
-        replaced[name] = _call(op, choices, state, target)
-    return GraphFunction(graph, path, replaced, device)
+        # the dispatch to a reference would cost the host more than what it calls
+        library = op.reference if ops.find(target) is op else target
+        replaced[name] = _call(op, choices, state, library)
+    return GraphFunction(own, path, replaced, device)
 
 
 LIBRARY = "library"
@@ -132,10 +137,7 @@ def _call(
         given = dict(zip(names, args)) | kwargs
         args += (None,) * (needed - len(args) - len(kwargs))  # ATen's own defaults that the dialect has not
         made = op.fake(*args, **kwargs)  # on real operands: memory of the right shape
-        kernel(
-            {name: held for name, held in given.items() if isinstance(held, Tensor)},
-            made if isinstance(made, tuple) else (made,),
-        )
+        kernel(tensors_of(given), made if isinstance(made, tuple) else (made,))
         return made
 
     return call

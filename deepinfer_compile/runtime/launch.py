@@ -98,6 +98,16 @@ class LaunchPlan:
     launches: tuple[Launch, ...]
 
 
+def tensors_of(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a call by the names that plans give operands: those of a list `weights` are `weights_0` and so
+    on, with gaps where it holds none."""
+    found: dict[str, Tensor] = {}
+    for name, held in arguments.items():
+        given = {f"{name}_{i}": item for i, item in enumerate(held)} if isinstance(held, list) else {name: held}
+        found |= {key: item for key, item in given.items() if isinstance(item, Tensor)}
+    return found
+
+
 def evaluate(expr: Expr, tensors: Mapping[str, Any]) -> int:
     """The value of an expression for the given operands."""
     if isinstance(expr, int):

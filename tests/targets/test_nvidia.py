@@ -21,7 +21,7 @@ from deepinfer_compile.errors import BundleCorrupt, KernelTooLarge, MissingExtra
 from deepinfer_compile.graphjson import from_json, to_json
 from deepinfer_compile.kernels import call_of, render_stamp
 from deepinfer_compile.runtime import cubins, loading
-from deepinfer_compile.runtime.launch import check_operands, plan_from_json
+from deepinfer_compile.runtime.launch import check_operands, plan_from_json, tensors_of
 from deepinfer_compile.runtime.stored import read_programs
 from deepinfer_compile.targets import TARGETS, nvidia, triton_compiler
 from deepinfer_compile.targets.nvidia import SM90
@@ -107,7 +107,7 @@ def test_the_plan_of_a_node_fits_what_the_graph_gives_it(bundle: Path) -> None:
                 assert call is not None
                 for _, name in found["kernels"][node.name]["choices"]:
                     plan = plan_from_json(files.json(variant["kernels"][name])["plan"], name)
-                    check_operands(name, plan, {k: v for k, v in call.arguments.items() if isinstance(v, torch.Tensor)})
+                    check_operands(name, plan, tensors_of(call.arguments))
                     checked += 1
     assert checked > 10
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from deepinfer_compile.kernels import AnySpec, Case, Limits, specs
 from tests.triton_interpreter import run
@@ -33,7 +34,7 @@ def check(spec: AnySpec, case: Case[Any], config: Any, folder: Path, *, twice: b
     """Results within tolerance of fp64 and unbiased, whole numbers equal; what is written equals what the reference
     writes. twice: and a second run gives the same bits."""
     given = spec.inputs(case, torch.Generator().manual_seed(1))
-    floats = {n: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in given.items()}
+    floats = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, given)
     wanted = as_tuple(spec.op.reference(*floats.values()))
     written = clone(given)
     types = [made.dtype for made in as_tuple(spec.op.reference(*written.values()))]

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from deepinfer_compile.kernel_ops import operator
 from deepinfer_compile.kernels import AnySpec, Case, specs
+from deepinfer_compile.runtime.launch import tensors_of
 from deepinfer_compile.targets import device_limits
 
 pytestmark = pytest.mark.gpu
@@ -41,13 +43,13 @@ def test_equals_the_reference(spec: AnySpec, case: Case[Any], tokens: int) -> No
     limits = device_limits(torch.device("cuda", 0))
     assert limits is not None, "no target is this GPU"
     given = spec.inputs(case, torch.Generator().manual_seed(1))
-    floats = {n: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in given.items()}
+    floats = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, given)
     wanted = as_tuple(spec.op.reference(*floats.values()))
     kernel = operator(spec, case.params, spec.default(case.params, limits, tokens))
     runs = []
     for _ in range(2):
         # a whole storage goes over, so that strides and the poison between rows stay
-        there = {n: moved(t) if isinstance(t, Tensor) else t for n, t in given.items()}
+        there = tensors_of(tree_map_only(Tensor, moved, given))
         runs.append((as_tuple(kernel.overload(*(there[n] for n in kernel.operands))), there))
     spec.op.reference(*given.values())
     for name in spec.op.mutates:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepinfer_compile.kernel_ops import operator
 from deepinfer_compile.kernels import AnySpec, specs
+from deepinfer_compile.runtime.launch import tensors_of
 from deepinfer_compile.targets import device_limits
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +48,7 @@ def test_stages_do_not_change_results(spec: AnySpec, case: Any) -> None:
     results: dict[str, tuple[Tensor, ...]] = {}
     for config in alike(spec.space(case.params, limits)):
         kernel = operator(spec, case.params, config)
-        there = {n: t.cuda() if isinstance(t, Tensor) else t for n, t in given.items()}
+        there = {n: t.cuda() for n, t in tensors_of(given).items()}
         made = kernel.overload(*(there[n] for n in kernel.operands))
         results[str(stages_of(config))] = tuple(t.cpu() for t in (made if isinstance(made, tuple) else (made,)))
     assert len(results) > 1

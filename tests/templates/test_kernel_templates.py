@@ -13,7 +13,7 @@ import torch
 
 from deepinfer_compile import render
 from deepinfer_compile.kernels import AnySpec, Call, Case, Limits, choices, render_kernel, render_stamp, specs
-from deepinfer_compile.runtime.launch import Argument, check_operands, evaluate, plan_from_json, plan_to_json
+from deepinfer_compile.runtime.launch import Argument, check_operands, evaluate, plan_from_json, plan_to_json, tensors_of
 from tests.golden_text import check_golden, kernel_golden
 from tests.templates import source_rules
 
@@ -107,7 +107,7 @@ def test_a_call_binds_to_the_params_of_its_case(spec: AnySpec, case: Case[Any]) 
 @pytest.mark.parametrize(("spec", "case"), [c for c in CASES if small(c.values[1])])
 def test_plans_are_data_and_fit_their_operands(spec: AnySpec, case: Case[Any]) -> None:
     given = spec.inputs(case, torch.Generator().manual_seed(0))
-    tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
+    tensors = tensors_of(given)
     made = spec.op.reference(*given.values())
     shapes = [t.shape for t in (made if isinstance(made, tuple) else (made,))]
     for config in spec.space(case.params, LIMITS):
