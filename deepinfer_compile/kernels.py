@@ -24,8 +24,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from jinja2 import TemplateNotFound
 from torch import Tensor
-from torch.fx.node import Node, map_arg
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import Node, map_arg
 
 from deepinfer_compile import ops, render
 from deepinfer_compile.errors import BadStamp, StaleStamp

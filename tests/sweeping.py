@@ -97,6 +97,10 @@ class FakeMachine:
         plain = [a.name for a in schema if "Tensor" not in str(a.type)]
         given |= {name: getattr(params, name) for name in plain if hasattr(params, name)} | dict(operands)
         given |= {"form": "absorbed"} if "form" in given else {}
+        for name in (a.name for a in schema if str(a.type).startswith("List")):
+            found = {key: t for key, t in operands.items() if key.startswith(f"{name}_")}
+            given[name] = [found.get(f"{name}_{i}") for i in range(len(plan.results))]
+        given = {name: given[name] for name in (a.name for a in schema)}
         return FakeCall(spec, given, tensors, [b.name for b in plan.results], self.fault(config), config, self)
 
     def sync(self) -> None:

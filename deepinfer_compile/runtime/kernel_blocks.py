@@ -19,9 +19,9 @@ from deepinfer_compile import ops
 from deepinfer_compile.bundle import BundleFiles
 from deepinfer_compile.errors import BundleCorrupt
 from deepinfer_compile.ops.registry import Op
-from deepinfer_compile.runtime.interpret import GraphFunction, resolve
+from deepinfer_compile.runtime.interpret import GraphFunction, references, resolve
 from deepinfer_compile.runtime.launch import tensors_of
-from deepinfer_compile.runtime.stored import Malformed, anything, items, record, same_values, table, text, whole
+from deepinfer_compile.runtime.stored import Malformed, anything, check_graph, items, record, table, text, whole
 
 _BINARY = record(
     {"file": text, "symbol": text, "shared_bytes": whole(), "threads": whole(1), "hidden_pointers": whole()},
@@ -70,7 +70,7 @@ def kernel_block(
     block = files.json(path)
     _checked(_BLOCK, block, path)
     own = block["graph"]
-    if program not in block["programs"] or (own != graph and not same_values(own, graph, path)):
+    if program not in block["programs"] or not _same_values(own, graph, path):
         raise BundleCorrupt(file=path, reason=f"it is not the block that program {program!r} calls")
     targets = {n["name"]: n["target"] for n in own["nodes"] if n["op"] == "call"}
     replaced = {}
@@ -86,6 +86,24 @@ def kernel_block(
         library = op.reference if ops.find(target) is op else target
         replaced[name] = _call(op, choices, state, library)
     return GraphFunction(own, path, replaced, device)
+
+
+def _same_values(own: Any, graph: Mapping[str, Any], path: str) -> bool:
+    """Whether a target's form of a block takes and gives what the block does. Raises BundleCorrupt for no graph."""
+    if own == graph:
+        return True
+    check_graph(own, path)
+    return _values(own) == _values(graph)
+
+
+def _values(graph: Mapping[str, Any]) -> Any:
+    """What a graph takes, by name, and the shapes of what it gives."""
+    *nodes, output = graph["nodes"]
+    shapes = {n["name"]: n["val"] for n in nodes}
+    given = output["args"][0]
+    several = given["tuple"] if isinstance(given, dict) and "tuple" in given else [given]
+    gives = [[shapes[name] for name in sorted(references(one))] for one in several]
+    return [(n["name"], n["val"]) for n in nodes if n["op"] == "input"], gives
 
 
 LIBRARY = "library"

@@ -253,33 +253,15 @@ def _read_graph(files: BundleFiles, digest: str) -> dict[str, Any]:
     with _blaming(file):
         if sha256(json.dumps(graph, sort_keys=True).encode()).hexdigest() != digest:
             raise _refuse("the graph", "is not the one that its name is the hash of")
-        _check_graph(graph, file)
+    check_graph(graph, file)
     return graph
 
 
-def _check_graph(graph: Any, file: str) -> None:
-    _graph(graph, "the graph")
-    _check_nodes(graph["nodes"], file, ("input", "call", "output"))
-
-
-def same_values(graph: Any, of: Mapping[str, Any], file: str) -> bool:
-    """Whether a graph, such as a target's form of a block, takes and gives what a checked one does.
-
-    Raises BundleCorrupt for what is no graph.
-    """
+def check_graph(graph: Any, file: str) -> None:
+    """A block's graph has the form it must have. Raises BundleCorrupt."""
     with _blaming(file):
-        _check_graph(graph, file)
-    return _values(graph) == _values(of)
-
-
-def _values(graph: Mapping[str, Any]) -> Any:
-    """What a graph takes, by name, and the shapes of what it gives."""
-    *nodes, output = graph["nodes"]
-    shapes = {n["name"]: n["val"] for n in nodes}
-    given = output["args"][0]
-    several = given["tuple"] if isinstance(given, dict) and "tuple" in given else [given]
-    gives = [[shapes[name] for name in sorted(references(one))] for one in several]
-    return [(n["name"], n["val"]) for n in nodes if n["op"] == "input"], gives
+        _graph(graph, "the graph")
+        _check_nodes(graph["nodes"], file, ("input", "call", "output"))
 
 
 def _check_program(program: Any, file: str) -> None:

@@ -16,7 +16,7 @@ import torch
 from deepinfer_compile import ops
 from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, pointer, type_name
 from deepinfer_compile.ops.registry import Work
-from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
+from deepinfer_compile.runtime.launch import Argument, Buffer, Launch, LaunchPlan, Operand
 from deepinfer_compile.templates import linear
 from deepinfer_compile.templates.linear import BF16, FEW, JOINED, Config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from deepinfer_compile import ops
 from deepinfer_compile.errors import BundleCorrupt
 from deepinfer_compile.graphjson import to_json
 from deepinfer_compile.runtime.kernel_blocks import LIBRARY, StepState, kernel_block
@@ -73,3 +75,59 @@ def test_few_tokens_go_to_the_kernel_and_more_to_the_library(biased: bool) -> No
 def test_the_last_choice_has_no_limit() -> None:
     with pytest.raises(BundleCorrupt, match="any number of tokens"):
         block(graph(False), [[2, "k"]], Kernel(), StepState())
+
+
+def siblings(merged: bool, outputs: int = 2) -> dict[str, Any]:
+    """Two linear layers of one input, as two calls or as one."""
+    made = torch.fx.Graph()
+    shapes = {"x": (1, 3, 8), "v": (5, 8), "w": (2, 8), "bias": (2,)}
+    for name, shape in shapes.items():
+        made.placeholder(name).meta["val"] = torch.zeros(shape)
+    x, v, w, bias = made.nodes
+    if merged:
+        both = made.call_function(ops.LINEARS.overload, (x, [v, w], [None, bias]))
+        both.meta["val"] = [torch.zeros(1, 3, 5), torch.zeros(1, 3, 2)]
+        results = [made.call_function(operator.getitem, (both, n)) for n in range(2)]
+    else:
+        results = [made.call_function(A.linear.default, given) for given in ((x, v), (x, w, bias))]
+    for node, width in zip(results, (5, 2)):
+        node.meta["val"] = torch.zeros(1, 3, width)
+    made.output(tuple(results[:outputs]))
+    return to_json(torch.fx.GraphModule(torch.nn.Module(), made))
+
+
+def open_siblings(own: Any, kernel: Any, state: StepState) -> Any:
+    node = next(n["name"] for n in siblings(merged=True)["nodes"] if n["op"] == "call")
+    entry = {"op": "deepinfer.linears", "kernel": "linears", "choices": [[2, "k"], [None, LIBRARY]]}
+    files = Files({"graph": own, "programs": {"decode": {"kernels": {node: entry}, "left": {}}}})
+    stored = siblings(merged=False)
+    return kernel_block(files, "block.json", "decode", stored, lambda name, path: kernel, state, "")  # type: ignore[arg-type]
+
+
+def test_a_target_may_have_another_form_of_the_block_whose_lists_reach_the_kernel_one_by_one() -> None:
+    seen: list[set[str]] = []
+
+    def kernel(operands: Mapping[str, Tensor], results: Sequence[Tensor]) -> None:
+        seen.append(set(operands))
+        results[0].copy_(functional.linear(operands["x"], operands["weights_0"]) + 1)
+        results[1].copy_(functional.linear(operands["x"], operands["weights_1"], operands["biases_1"]) + 2)
+
+    state = StepState()
+    run = open_siblings(siblings(merged=True), kernel, state)
+    x, v, w, bias = torch.randn(1, 3, 8), torch.randn(5, 8), torch.randn(2, 8), torch.randn(2)
+    for tokens, first, second in ((2, 1, 2), (3, 0, 0), (1, 1, 2)):
+        state.tokens = tokens
+        one, two = run(x, v, w, bias)
+        torch.testing.assert_close(one, functional.linear(x, v) + first)
+        torch.testing.assert_close(two, functional.linear(x, w, bias) + second)
+    assert seen == [{"x", "weights_0", "weights_1", "biases_1"}] * 2
+
+
+def test_another_form_takes_and_gives_what_the_block_does_or_is_refused() -> None:
+    fewer, renamed, wider, loose = (siblings(merged=True, outputs=2 - (i == 0)) for i in range(4))
+    renamed["nodes"][0]["name"] = "y"
+    wider["nodes"][1]["val"]["shape"] = [6, 8]
+    loose["nodes"][-1]["args"] = [{"tuple": [{"ref": "lost"}]}]
+    for own in (fewer, renamed, wider, loose, {"nodes": []}, {"nodes": [{}]}, None, 3):
+        with pytest.raises(BundleCorrupt, match=r"block\.json"):
+            open_siblings(own, None, StepState())

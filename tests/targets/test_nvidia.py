@@ -172,6 +172,56 @@ def test_inspect_shows_kernels_and_what_is_left(bundle: Path) -> None:
     assert "us at best" in done.stdout
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of weights that are worth launches of ours, alone or together."""
+    model = models.make("llama", num_hidden_layers=1, hidden_size=768, intermediate_size=1000).to(torch.bfloat16)
+    out = tmp_path_factory.mktemp("gpu") / "large.bundle"
+    dc.build(model, out, target="nvidia-sm90", dtype="bfloat16")
+    return out
+
+
+def test_siblings_are_one_call_of_few_tokens_and_the_librarys_of_more(large: Path) -> None:
+    """Key and value are too small alone."""
+    files = read_bundle(large)
+    variant = files.manifest.variants["nvidia-sm90"]
+    found = []
+    for digest, block in blocks(large).items():
+        graph, stored = from_json(block["graph"]), files.json(f"programs/blocks/{digest}.json")
+        assert "deepinfer.linears" not in {n.get("target") for n in stored["nodes"]}
+        for name, program in block["programs"].items():
+            for node in graph.graph.nodes:
+                entry = program["kernels"].get(node.name)
+                if entry is None or entry["op"] != "deepinfer.linears":
+                    continue
+                call = call_of(node, name)
+                assert call is not None
+                assert [upto for upto, _ in entry["choices"]] == [1, 4, None]
+                assert entry["choices"][-1][1] == "library"
+                for _, kernel in entry["choices"][:-1]:
+                    plan = plan_from_json(files.json(variant["kernels"][kernel])["plan"], kernel)
+                    check_operands(kernel, plan, tensors_of(call.arguments))
+                found.append((name, [w.shape[0] for w in call.arguments["weights"]]))
+    assert len({n for n, _ in found}) == len(files.manifest.programs)
+    assert sorted(widths for name, widths in found if name == "decode") == [[768, 256, 256], [1000, 1000]]
+
+
+def test_inspect_shows_merged_linears(large: Path) -> None:
+    done = CliRunner().invoke(app, ["inspect", str(large)])
+    assert done.exit_code == 0, done.output
+    assert "layer0 linears_default: linears" in done.stdout
+    assert "more tokens: by torch, whose library is as fast there or faster" in done.stdout
+    rows = json.loads(CliRunner().invoke(app, ["inspect", str(large), "--json"]).stdout)["kernels"]
+    row = next(r for r in rows if r.get("kernel") == "linears" and r["program"] == "decode")
+    assert [n["entry"] for n in row["choices"][0]["launches"]] == ["linears"]
+    assert row["choices"][0]["work"]["bytes"] == 2 * (769 * 1280 + 768)  # weights and results, the token once
+    assert not [r for r in rows if "left" in r and r["op"] in ("deepinfer.linears", "aten.linear")]
+
+
+def test_graphs_of_a_bundle_with_merged_linears_run(large: Path) -> None:
+    assert bundle_tokens(dc.load(large, native=False), prompts(lengths=(5,)), 2)
+
+
 def test_bnd_3_without_a_gpu_the_variant_is_refused_and_graphs_still_run(llama: Any, bundle: Path) -> None:
     for target in ("nvidia-sm90", None):
         with pytest.raises(WrongTarget) as caught:

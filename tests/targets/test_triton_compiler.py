@@ -49,7 +49,9 @@ def elf_architecture(data: bytes) -> tuple[int, int]:
     return machine, flags >> 8 & 0xFF if data[8] >= 8 else flags & 0xFF
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "cached_attention", "experts", "route", "sample"])
+@pytest.mark.parametrize(
+    "op", ["rms_norm", "add_rms_norm", "cached_attention", "experts", "route", "sample", "linears"]
+)
 def test_typical_cubins_are_for_the_architecture_and_fit(op: str, hopper: TritonCompiler) -> None:
     wanted = kernel(op, "typical")
     folder = hopper.compile(wanted)
@@ -86,6 +88,18 @@ def test_a_long_prompt_is_expanded_and_attended_without_spilling(hopper: TritonC
     stacks = {launch["entry"]: b["stack_bytes"] for launch, b in zip(record["plan"]["launches"], record["binaries"])}
     assert stacks.pop("look_back") < 1024
     assert stacks == dict.fromkeys(("write", "expand", "attend", "absorb", "merge"), 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_launch_for_several_weights_needs_what_one_for_a_weight_does(tokens: int, hopper: TritonCompiler) -> None:
+    """At the typical sizes, a token: 120 registers a thread for two weights and 118 for one; four: 68 for both."""
+    several = kernel("linears", "typical", tokens)
+    spec = next(s for s in specs() if s.op.name == "linear")
+    one = Kernel.of(spec, several.params.each()[0], several.config)
+    needs = [jsonio.loads((hopper.compile(k) / RECORD).read_bytes())["binaries"][0] for k in (several, one)]
+    assert needs[0]["registers"] <= needs[1]["registers"] + 4
+    assert needs[0]["stack_bytes"] == needs[1]["stack_bytes"] == 0
+    assert needs[0]["shared_bytes"] == needs[1]["shared_bytes"]
 
 
 def test_another_architecture_is_another_file(tmp_path: Path) -> None:

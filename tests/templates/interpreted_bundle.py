@@ -15,9 +15,11 @@ from torch import Tensor
 
 import deepinfer_compile as dc
 from deepinfer_compile.bundle import BundleFiles, read_bundle
+from deepinfer_compile.passes import merge_linears
 from deepinfer_compile.runtime import cubins, loading
 from deepinfer_compile.runtime.launch import buffer_shape, check_operands, evaluate, plan_from_json, values_of
 from deepinfer_compile.runtime.params import SamplingParams
+from deepinfer_compile.targets import nvidia
 from tests import models
 from tests.e2e.parity import bundle_tokens, eager_tokens, prompts
 from tests.triton_interpreter import load
@@ -92,6 +94,21 @@ def test_programs_with_kernels_equal_eager(name: str, tmp_path: Path, interprete
         for one in (llm, graphs)
     )
     assert there == here
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_linear_layers_of_few_tokens_equal_eager(
+    name: str, tmp_path: Path, interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if every weight were large: decode steps run kernels, the prompts are the library's."""
+    for module in (merge_linears, nvidia):
+        monkeypatch.setattr(module, "is_large", lambda *weights: True)
+    model = models.make(name, num_hidden_layers=1, **({} if name == "llama" else {"first_k_dense_replace": 0}))
+    dc.build(model, tmp_path / "bundle", target="nvidia-sm90")
+    given = prompts(lengths=(5, 1))
+    llm = dc.load(tmp_path / "bundle", target="nvidia-sm90")
+    assert bundle_tokens(llm, given, 3) == [eager_tokens(model, p, 3) for p in given]
+    assert Interpreted.ran == MODELS[name][1] | {"linear", "linears"}
 
 
 def test_a_latent_prompt_in_chunks_equals_eager(tmp_path: Path, interpreted: None) -> None:

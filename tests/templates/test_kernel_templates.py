@@ -13,7 +13,14 @@ import torch
 
 from deepinfer_compile import render
 from deepinfer_compile.kernels import AnySpec, Call, Case, Limits, choices, render_kernel, render_stamp, specs
-from deepinfer_compile.runtime.launch import Argument, check_operands, evaluate, plan_from_json, plan_to_json, tensors_of
+from deepinfer_compile.runtime.launch import (
+    Argument,
+    check_operands,
+    evaluate,
+    plan_from_json,
+    plan_to_json,
+    tensors_of,
+)
 from tests.golden_text import check_golden, kernel_golden
 from tests.templates import source_rules
 

@@ -36,6 +36,7 @@ from deepinfer_compile.runtime.launch import (
     evaluate,
     plan_from_json,
     plan_to_json,
+    tensors_of,
     values_of,
 )
 from tests.golden_text import FOLDER, kernel_golden
@@ -262,6 +263,46 @@ def test_atens_linear_is_a_call_of_ours(biased: bool) -> None:
 def test_a_linear_of_other_sizes_than_rows_and_lines_is_refused(x: tuple[int, ...], weight: tuple[int, ...]) -> None:
     given = {"x": torch.ones(x), "weight": torch.ones(weight), "bias": None}
     assert isinstance(next(s for s in specs() if s.op is ops.LINEAR).bind(Call(ops.LINEAR, given, "decode")), Refused)
+
+
+SEVERAL = next(s for s in specs() if s.op is ops.LINEARS)
+
+
+def test_a_list_of_nodes_is_a_list_of_their_values() -> None:
+    graph = torch.fx.Graph()
+    x, v, w, b = (graph.placeholder(name) for name in "xvwb")
+    for node, shape in zip((x, v, w, b), ((1, 2, 8), (4, 8), (3, 8), (3,))):
+        node.meta["val"] = torch.ones(shape)
+    call = call_of(graph.call_function(ops.LINEARS.overload, (x, [v, w], [None, b])), "decode")
+    assert call is not None
+    assert call.arguments["weights"] == [v.meta["val"], w.meta["val"]]
+    assert call.arguments["biases"] == [None, b.meta["val"]]
+    params = SEVERAL.bind(call)
+    assert not isinstance(params, Refused)
+    assert (params.terms, params.lines, params.biased) == (8, (4, 3), (False, True))
+    assert list(tensors_of(call.arguments)) == ["x", "weights_0", "weights_1", "biases_1"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ([torch.ones(4, 8)], "1 weights; give 2 to 3"),
+        ([torch.ones(4, 8)] * 4, "4 weights; give 2 to 3"),
+        ([torch.ones(4, 8), torch.ones(4, 8).bfloat16()], r"a weight of torch.bfloat16 for rows of torch.float32"),
+        ([torch.ones(4, 8), torch.ones(8, 4).t()], "do not lie side by side"),
+    ],
+)
+def test_weights_that_one_launch_does_not_take(weights: list[torch.Tensor], reason: str) -> None:
+    given = {"x": torch.ones(2, 8), "weights": weights, "biases": [None] * len(weights)}
+    refused = SEVERAL.bind(Call(ops.LINEARS, given, "decode"))
+    assert isinstance(refused, Refused)
+    assert reason in refused.reason
+
+
+@pytest.mark.parametrize(("lines", "biased"), [((4,), (True,)), ((4, 0), (True, True)), ((4, 4), (True,))])
+def test_params_of_several_weights_are_checked(lines: tuple[int, ...], biased: tuple[bool, ...]) -> None:
+    with pytest.raises(ValueError, match="weights"):
+        SEVERAL.params(8, lines, torch.float32, biased, 1)
 
 
 def test_alignment_is_what_offsets_and_strides_prove() -> None:

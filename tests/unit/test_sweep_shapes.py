@@ -106,3 +106,38 @@ def test_own_cases_leave_out_what_is_too_large(tmp_path: Path) -> None:
     assert len(found) == sum(c.params.dtype == torch.float32 for c in cases)
     assert len(sweep.notes) == len(cases) - len(found)
     assert all("does not compute in torch.bfloat16" in note for note in sweep.notes)
+
+
+SEVERAL = (
+    '[{"params": {"terms": 20, "lines": [6, 3], "dtype": "float32", "biased": [true, false], "align": 4}, '
+    '"tokens": [2]}]'
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("[6, 3]", "6", "params.lines is '6', not of type tuple"),
+        ("[6, 3]", '[6, "a"]', "not of type tuple"),
+        ("[6, 3]", "[6, true]", "not of type tuple"),
+        ("[6, 3]", "[6, 3, 1]", "3 weights and 2 biases"),
+        ("[true, false]", "[1, 0]", "params.biased is '[1, 0]', not of type tuple"),
+    ],
+)
+def test_a_list_is_of_its_fields_kind(tmp_path: Path, old: str, new: str, reason: str) -> None:
+    file = tmp_path / "shapes.json"
+    file.write_text(SEVERAL.replace(old, new))
+    with pytest.raises(BadShapes) as caught:
+        read_shapes("linears", file)
+    assert reason in str(caught.value)
+
+
+def test_several_weights_are_measured(tmp_path: Path) -> None:
+    file = tmp_path / "shapes.json"
+    file.write_text(SEVERAL)
+    machine = FakeMachine()
+    (outcome,) = Sweep(machine, FakeTimer(lambda c: 1.0), Store(tmp_path / "s"), file=str(file)).run(
+        read_shapes("linears", file)
+    )
+    assert len(outcome.bucket.measurements) == len(machine.seen) > 10
+    assert not [m for m in outcome.bucket.measurements if m.rejected]
