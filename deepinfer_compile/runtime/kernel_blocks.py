@@ -96,7 +96,7 @@ def _same_values(own: Any, graph: Mapping[str, Any], path: str) -> bool:
     return _values(own) == _values(graph)
 
 
-def _values(graph: Mapping[str, Any]) -> Any:
+def _values(graph: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """What a graph takes, by name, and the shapes of what it gives."""
     *nodes, output = graph["nodes"]
     shapes = {n["name"]: n["val"] for n in nodes}

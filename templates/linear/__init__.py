@@ -207,7 +207,7 @@ def _case(name: str, tokens: int, **changes: Any) -> Case[Params]:
     return Case(name, replace(Params(96, 80, torch.float32, False, 4), **changes), (tokens,), (tokens,))
 
 
-BF16: dict[str, Any] = {"dtype": torch.bfloat16, "align": 16}
+BF16 = {"dtype": torch.bfloat16, "align": 16}
 CASES = (
     _case("one", 2, terms=1, lines=1, align=1),
     _case("odd", 3, terms=130, lines=67, biased=True, align=1),

@@ -18,7 +18,7 @@ from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, p
 from deepinfer_compile.ops.registry import Work
 from deepinfer_compile.runtime.launch import Argument, Buffer, Launch, LaunchPlan, Operand
 from deepinfer_compile.templates import linear
-from deepinfer_compile.templates.linear import BF16, FEW, JOINED, Config
+from deepinfer_compile.templates.linear import FEW, JOINED, Config
 
 MOST = 3
 """Weights of one call: query, key and value."""
@@ -125,6 +125,7 @@ def _case(name: str, tokens: int, lines: tuple[int, ...], biased: str = "", **ch
     return Case(name, replace(Params(96, lines, torch.float32, found, 4), **changes), (tokens,), (tokens,))
 
 
+BF16: dict[str, Any] = {"dtype": torch.bfloat16, "align": 16}
 CASES = (
     _case("one", 2, (1, 1), terms=1, align=1),
     _case("odd", 3, (67, 1, 20), "12", terms=130, align=1),

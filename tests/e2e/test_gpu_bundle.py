@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import deepinfer_compile as dc
+from deepinfer_compile.passes import merge_linears
 from deepinfer_compile.runtime.cuda_graphs import LADDER, bucket_of
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.targets import TARGETS, nvidia
@@ -69,6 +70,20 @@ def test_tokens_equal_eager(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert sum(following for _, following in started) > COUNT
     assert graphs is not None
     assert 8 in graphs.captured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_linear_layers_of_few_tokens_equal_eager(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every weight were large: each step of up to four requests runs our kernels."""
+    for module in (merge_linears, nvidia):
+        monkeypatch.setattr(module, "is_large", lambda *weights: True)
+    model = models.make(name)
+    dc.build(model, tmp_path / "bundle", target=here())
+    given = prompts(lengths=LENGTHS)
+    for seats in (1, 3):
+        llm: Any = dc.load(tmp_path / "bundle", target=here(), max_num_seqs=seats)
+        assert bundle_tokens(llm, given, COUNT) == [eager_tokens(model, p, COUNT) for p in given]
 
 
 @pytest.mark.gpu
