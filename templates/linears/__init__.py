@@ -16,7 +16,7 @@ import torch
 from deepinfer_compile import ops
 from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, pointer, type_name
 from deepinfer_compile.ops.registry import Work
-from deepinfer_compile.runtime.launch import Argument, Buffer, Launch, LaunchPlan, Operand
+from deepinfer_compile.runtime.launch import EARLY, Argument, Buffer, Launch, LaunchPlan, Operand
 from deepinfer_compile.templates import linear
 from deepinfer_compile.templates.linear import FEW, JOINED, Config
 
@@ -93,7 +93,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     given += [Argument(f"line_{n}", "i64", ("stride", f"weights_{n}", 0), align) for n in every]
     grid = (_blocks(params, config.block_n), config.split, ("cdiv", tokens, config.block_t))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    launches = [Launch("linears", grid, tuple(given), options)]
+    launches = [Launch("linears", grid, tuple(given), {**options, EARLY: 1} if config.pdl else options)]
     if split:
         joined = (part, *ends, Argument("tokens", "i32", tokens))
         launches.append(Launch("join", (tokens, _blocks(params, JOINED)), joined, {"num_warps": 4}))

@@ -193,6 +193,7 @@ def test_legal_configs_compile_and_fit(spec: AnySpec, target: NvidiaTarget, tmp_
 EARLY_STARTS = [
     ("linear", "row", "linear"),
     ("linear", "single", "linear"),
+    ("linears", "row", "linears"),
     ("output_projection", "single", "linear"),
     ("cached_latent_attention", "typical", "absorb"),
 ]
