@@ -12,6 +12,7 @@ from deepinfer_compile.passes.cache_attention import CacheAttention
 from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.choose_latent_form import ChooseLatentForm
 from deepinfer_compile.passes.fuse_add_norm import FuseAddNorm
+from deepinfer_compile.passes.fuse_linear_casts import FuseLinearCasts
 from deepinfer_compile.passes.prove_rowwise import ProveRowwise
 from deepinfer_compile.passes.raise_activation import RaiseActivation
 from deepinfer_compile.passes.raise_attention import RaiseAttention
@@ -40,6 +41,7 @@ PACK: tuple[Pass, ...] = (
     CacheAttention(),
     ProveRowwise(),
     FuseAddNorm(),
+    FuseLinearCasts(),
 )
 
 PHASES: dict[str, tuple[Pass, ...]] = {

@@ -253,7 +253,7 @@ def _norm(call: Call) -> Value:
 # -- products ---------------------------------------------------------------------------------------------------------
 
 
-@rule("aten.linear")
+@rule("aten.linear", "deepinfer.wide_linear")
 def _linear(call: Call) -> Value:
     call.constant(call.arg("weight"), "the weight")
     call.constant(call.arg("bias"), "the bias")

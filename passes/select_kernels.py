@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, is_op, target_name, tensor, value
-from deepinfer_compile.ops import OUTPUT_PROJECTION, find
+from deepinfer_compile.ops import OUTPUT_PROJECTION, WIDE_LINEAR, find
 from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.runtime.interpret import resolve
 from deepinfer_compile.verify import contiguous
@@ -43,6 +43,8 @@ class SelectKernels:
         for node in list(gm.graph.nodes):
             if is_op(node, OUTPUT_PROJECTION.overload):
                 node = _split_projection(node)
+            elif is_op(node, WIDE_LINEAR.overload):
+                node = _split_wide(node)
             if node.op != "call_function":
                 continue
             kernel = table.get(target_name(node))
@@ -60,6 +62,16 @@ def _split_projection(node: Node) -> Node:
     edit = Editor(node.graph, node)
     picked = edit.call(A.index_select.default, x, -2, rows)
     linear = edit.call(A.linear.default, picked, weight, bias)
+    edit.replace(node, linear)
+    return linear
+
+
+def _split_wide(node: Node) -> Node:
+    """Casts and linear apart, for the same reason."""
+    x, weight, bias, dtype = node.args
+    edit = Editor(node.graph, node)
+    wide = [t if t is None else edit.call(A._to_copy.default, t, dtype=dtype) for t in (x, weight, bias)]
+    linear = edit.call(A.linear.default, *wide)
     edit.replace(node, linear)
     return linear
 

@@ -5,7 +5,7 @@ from deepinfer_compile.ops.attention import ATTENTION, CACHED_ATTENTION, MERGE_A
 from deepinfer_compile.ops.latent import CACHED_LATENT_ATTENTION, LATENT_ATTENTION
 from deepinfer_compile.ops.moe import EXPERTS, ROUTE
 from deepinfer_compile.ops.norm import ADD_RMS_NORM, RMS_NORM
-from deepinfer_compile.ops.project import LINEAR, LINEARS, OUTPUT_PROJECTION
+from deepinfer_compile.ops.project import LINEAR, LINEARS, OUTPUT_PROJECTION, WIDE_LINEAR
 from deepinfer_compile.ops.registry import NAMESPACE, OPS, Op, Work, find, implements
 from deepinfer_compile.ops.rope import COMPLEX_ROPE_TABLE, ROPE
 from deepinfer_compile.ops.sample import SAMPLE
@@ -29,6 +29,7 @@ __all__ = [
     "ROPE",
     "ROUTE",
     "SAMPLE",
+    "WIDE_LINEAR",
     "Op",
     "Work",
     "find",

@@ -1,10 +1,12 @@
 """Products with a weight: a linear layer as kernels compute it, several of one input, and the output projection, where
-only the rows whose logits are wanted reach the vocabulary matrix."""
+only the rows whose logits are wanted reach the vocabulary matrix. A wide linear forms and adds up its products in a
+wider type than its operands have, and gives that type."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -39,6 +41,23 @@ LINEARS = define(
     work=_linears_work,
 )
 """x [..., K], weights [N_i, K], biases [N_i] or None, as many -> [..., N_i] each. x is read once."""
+
+
+def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+WIDE_LINEAR = define(
+    "wide_linear(Tensor x, Tensor weight, Tensor? bias, ScalarType dtype) -> Tensor",
+    reference=_wide_linear,
+    fake=lambda x, weight, bias, dtype: x.new_empty(*x.shape[:-1], weight.shape[0], dtype=dtype),
+    work=lambda x, weight, bias, dtype: Work(
+        2 * (x.numel() // x.shape[-1]) * weight.numel(),
+        size_bytes(x, weight, bias) + x.numel() // x.shape[-1] * weight.shape[0] * dtype.itemsize,
+    ),
+)
+"""As a linear of operands cast to `dtype`, which is at least as wide as each of theirs; gives `dtype`. Products of
+half-precision numbers are exact in fp32, so casting first and summing in fp32 are the same."""
 
 
 def _output_projection(x: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

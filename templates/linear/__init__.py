@@ -4,6 +4,9 @@ Libraries choose their tiles for many rows; with a handful, what counts is that 
 flight. Narrow tiles give wide layers that many programs, and layers too narrow for that are split over their terms,
 the parts added in a fixed order by a second launch. A single token leaves the matrix units out: whole rows of the
 weight are multiplied and added up as they come, which needs no parts.
+
+A wide linear (half precision in, fp32 out) is ours at any number of tokens: a library would be given casts of both
+operands, and products in fp32. Many tokens take larger tiles.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ MOST_PARTS = 16
 @dataclass(frozen=True)
 class Params:
     """terms: elements of a token. lines: rows of the weight. chosen: only of the tokens that `rows` names. align:
-    elements, of which rows start at a multiple."""
+    elements, of which rows start at a multiple. wide: results are fp32 whatever the operands are."""
 
     terms: int
     lines: int
@@ -58,6 +61,12 @@ class Params:
     biased: bool
     align: int
     chosen: bool = False
+    wide: bool = False
+
+    @property
+    def result(self) -> torch.dtype:
+        """What the results are."""
+        return torch.float32 if self.wide else self.dtype
 
     def __post_init__(self) -> None:
         if min(self.terms, self.lines) < 1:
@@ -80,11 +89,14 @@ class Config:
 
 
 def bind(call: Call) -> Params | Refused:
-    """Params of a call of linear or output_projection."""
+    """Params of a call of linear, wide_linear or output_projection."""
     given = call.arguments
     x, weight, bias, chosen = given["x"], given["weight"], given["bias"], given.get("rows")
     if weight.dtype not in DTYPES or any(t is not None and t.dtype != weight.dtype for t in (x, bias)):
         return Refused(f"a weight of {weight.dtype} for rows of {x.dtype}")
+    result = given.get("dtype", weight.dtype)
+    if result not in (weight.dtype, torch.float32):
+        return Refused(f"results in {result} of a weight of {weight.dtype}")
     if x.dim() < 2 or weight.dim() != 2:
         return Refused(f"{x.dim()} dimensions by {weight.dim()}; give rows and a matrix")
     if not all(isinstance(n, int) for n in weight.shape) or not all(
@@ -97,7 +109,8 @@ def bind(call: Call) -> Params | Refused:
         if tensor is not None and not side_by_side(tensor):
             return Refused("the elements of a row do not lie side by side")
     lines, terms = weight.shape
-    return Params(terms, lines, weight.dtype, bias is not None, alignment(x, weight, bias), chosen is not None)
+    align = alignment(x, weight, bias)
+    return Params(terms, lines, weight.dtype, bias is not None, align, chosen is not None, result != weight.dtype)
 
 
 def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
@@ -124,6 +137,30 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
                 if _is_legal(params, config, limits):
                     return config
     raise ValueError(f"no tile of {params} fits {limits.shared_bytes} bytes")
+
+
+def default_wide(params: Params, limits: Limits, tokens: int) -> Config:
+    """The largest tile of many tokens with which programs fill the cores; else as for few."""
+    for block_t, block_n in ((128, 128), (128, 64), (64, 64)):
+        if -(-tokens // block_t) * -(-params.lines // block_n) < limits.cores:
+            continue
+        for block_k, stages in product((64, 32, 16), (4, 3, 2, 1)):
+            config = Config(block_t, block_n, block_k, 1, min(block_t // 16, limits.max_warps), stages)
+            if _is_legal(params, config, limits):
+                return config
+    found = default(params, limits, tokens)
+    others = max(1, -(-tokens // found.block_t))
+    return replace(found, split=max(1, found.split // next_power_of_2(others)))
+
+
+def space_wide(params: Params, limits: Limits) -> Iterator[Config]:
+    """As `space`, and tiles of many tokens."""
+    yield from space(params, limits)
+    least = min(32, next_power_of_2(params.terms))
+    for values in product((64, 128), (64, 128), (16, 32, 64, 128), (1,), (4, 8), (1, 2, 3, 4)):
+        config = Config(*values)
+        if config.block_k >= least and _is_legal(params, config, limits):
+            yield config
 
 
 def _single(params: Params, limits: Limits) -> Config:
@@ -155,7 +192,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         *([Operand("rows", "int64", (None,))] if params.chosen else []),
     ]
     bias = [pointer("bias", params.dtype, align)] if params.biased else []
-    out = pointer("out", params.dtype)
+    out = pointer("out", params.result)
     split = config.split > 1
     ends = [pointer("part", torch.float32)] if split else [*bias, out]
     given = [pointer("x", params.dtype, align), pointer("weight", params.dtype, align), *ends]
@@ -170,15 +207,17 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         joined = (pointer("part", torch.float32), *bias, out, Argument("tokens", "i32", tokens))
         launches.append(Launch("join", (tokens, -(-params.lines // JOINED)), joined, {"num_warps": 4}))
     scratch = (Buffer("part", "float32", (config.split, tokens, params.lines)),) if split else ()
-    return LaunchPlan(tuple(operands), (Buffer("out", name, (tokens, params.lines)),), scratch, tuple(launches))
+    results = (Buffer("out", type_name(params.result), (tokens, params.lines)),)
+    return LaunchPlan(tuple(operands), results, scratch, tuple(launches))
 
 
 def work(params: Params, new: Sequence[int], lengths: Sequence[int]) -> Work:
     """Weight and bias are read once, tokens and results moved once."""
     tokens = sum(new)
-    moved = params.lines * (params.terms + params.biased) + tokens * (params.terms + params.lines)
+    read = (params.lines * (params.terms + params.biased) + tokens * params.terms) * params.dtype.itemsize
     places = tokens * torch.int64.itemsize if params.chosen else 0
-    return Work(2 * tokens * params.lines * params.terms, moved * params.dtype.itemsize + places)
+    written = tokens * params.lines * params.result.itemsize
+    return Work(2 * tokens * params.lines * params.terms, read + places + written)
 
 
 def inputs(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
@@ -195,6 +234,8 @@ def inputs(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
 
     bias = torch.randn(params.lines, generator=generator).to(params.dtype) if params.biased else None
     found: dict[str, Any] = {"weight": rows(params.lines).mul_(params.terms**-0.5), "bias": bias}
+    if params.wide:
+        return {"x": rows(tokens), **found, "dtype": params.result}
     if not params.chosen:
         return {"x": rows(tokens), **found}
     chosen = torch.randint(0, case.lengths[0], (tokens,), generator=generator)
@@ -232,6 +273,18 @@ CHOSEN = tuple(
     )
 )
 
+WIDE = tuple(
+    _case(name, tokens, wide=True, **{**BF16, **changes})
+    for name, tokens, changes in (
+        ("one", 2, {"terms": 1, "lines": 1, "align": 1}),
+        ("odd", 3, {"terms": 130, "lines": 67, "biased": True, "align": 1}),
+        ("single", 1, {"terms": 2048, "lines": 40}),
+        ("many", 150, {"terms": 72, "lines": 72, "biased": True}),
+        ("split", 5, {"terms": 2100, "lines": 40, "align": 2}),
+        ("typical", 2048, {"terms": 7168, "lines": 256}),
+    )
+)
+
 
 def _spec(op: Op, cases: tuple[Case[Params], ...]) -> KernelSpec[Params, Config]:
     return KernelSpec(
@@ -252,4 +305,14 @@ def _spec(op: Op, cases: tuple[Case[Params], ...]) -> KernelSpec[Params, Config]
     )
 
 
-SPECS = (_spec(ops.LINEAR, CASES), _spec(ops.OUTPUT_PROJECTION, CHOSEN))
+SPECS = (
+    _spec(ops.LINEAR, CASES),
+    _spec(ops.OUTPUT_PROJECTION, CHOSEN),
+    replace(
+        _spec(ops.WIDE_LINEAR, WIDE),
+        default=default_wide,
+        space=space_wide,
+        tolerance={torch.bfloat16: 5e-6},
+        few=None,
+    ),
+)

@@ -23,7 +23,7 @@ from tests.sweeping import FakeMachine, FakeTimer, spec_of
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = [sys.executable, "-m", "deepinfer_compile.cli", "tune"]
 ENV = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-LINEAR = {"terms": 12, "lines": 5, "dtype": "float32", "biased": True, "align": 4, "chosen": False}
+LINEAR = {"terms": 12, "lines": 5, "dtype": "float32", "biased": True, "align": 4, "chosen": False, "wide": False}
 NORM = {
     "size": 40, "leading": 1, "dtype": "float32", "weight_dtype": "float32", "weighted": True, "residual": False,
     "eps": 1e-6, "offset": 0.0, "cast_first": True, "align": 1,

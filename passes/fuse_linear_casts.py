@@ -1,0 +1,62 @@
+"""Let a linear of widened operands read them as they are stored: the casts would write a copy of the weight a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from deepinfer_compile.facts import Fact
+from deepinfer_compile.graph import Editor, argument, is_op, only_user
+from deepinfer_compile.match import dtype_of, operand, uncast
+from deepinfer_compile.ops import WIDE_LINEAR
+from deepinfer_compile.passbase import NONE, PassContext, register
+
+A = torch.ops.aten
+
+
+@register
+@dataclass(frozen=True)
+class FuseLinearCasts:
+    """Replace a linear of widened operands by deepinfer::wide_linear of the operands themselves.
+
+    Before: `linear(to(x, f32), to(w, f32))`, x and w in bf16
+    After:  `wide_linear(x, w, None, f32)`
+    A bias is taken as it was before its cast, if it has one. The cast of x stays for others that read it.
+    Left alone: a widened weight that others read too, a widened x or weight beside a wide one, and operands that were
+    of different types.
+    """
+
+    name: ClassVar[str] = "fuse-linear-casts"
+    level: ClassVar[str] = "layer"
+    needs: ClassVar[frozenset[Fact]] = frozenset({Fact.CANONICAL})
+    makes: ClassVar[frozenset[Fact]] = NONE
+    breaks: ClassVar[frozenset[Fact]] = NONE
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> None:
+        for node in list(gm.graph.nodes):
+            if not is_op(node, A.linear.default):
+                continue
+            wide = operand(node), operand(node, 1)
+            x, weight = map(uncast, wide)
+            if weight is wide[1]:  # as nearly every linear is
+                continue
+            reason = _unfit(wide, x, weight)
+            if reason:
+                ctx.miss(node, reason)
+            elif ctx.claim(node, f"linear in {dtype_of(node)} of operands in {dtype_of(weight)}"):
+                bias = argument(node, "bias")
+                edit = Editor(gm.graph, node)
+                narrow = uncast(bias) if isinstance(bias, Node) else None
+                edit.replace(node, edit.call(WIDE_LINEAR.overload, x, weight, narrow, dtype_of(node)))
+
+
+def _unfit(wide: tuple[Node, Node], x: Node, weight: Node) -> str:
+    """Why casts are kept, or nothing."""
+    if only_user(wide[1]) is None:
+        return "others read the widened weight too"
+    if x is wide[0]:
+        return "only the weight is widened"
+    return "" if dtype_of(x) == dtype_of(weight) else f"x is {dtype_of(x)}, the weight {dtype_of(weight)}"
