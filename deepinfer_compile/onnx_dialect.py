@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepinfer_compile.graph import value
 from deepinfer_compile.onnx_graph import Call, Complex, Emitter
 from deepinfer_compile.onnx_ops import gelu, linear, lowers
 
@@ -106,6 +107,21 @@ def _complex_rope_table(c: Call) -> tuple[str, str]:
     if not isinstance(table, Complex):
         raise c.refuse("its complex table is neither a weight nor made by polar(); ONNX has no complex numbers")
     return table[0], table[1]
+
+
+@lowers("deepinfer.rotary_table")
+def _rotary_table(c: Call) -> tuple[str, str]:
+    g, inner = c.g, wide_type(c.fake("inv_freq").dtype)
+    positions = g.op("Unsqueeze", g.cast(c["position_ids"], c.fake("position_ids").dtype, inner), g.const([-1]))
+    angles = g.op("Mul", positions, g.cast(c["inv_freq"], c.fake("inv_freq").dtype, inner))
+    if c["form"] == "halves":
+        angles = g.op("Concat", angles, angles, axis=-1)
+    elif c["form"] == "pairs":
+        apart = g.op("Unsqueeze", angles, g.const([-1]))
+        angles = g.reshape(g.op("Concat", apart, apart, axis=-1), _one_open(value(c.call)[0]))
+    scaling = g.const(c["scaling"], inner)
+    cos, sin = (g.cast(g.op("Mul", g.op(kind, angles), scaling), inner, c["dtype"]) for kind in ("Cos", "Sin"))
+    return cos, sin
 
 
 @lowers("deepinfer.gated_act")

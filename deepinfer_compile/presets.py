@@ -21,6 +21,7 @@ from deepinfer_compile.passes.raise_latent_attention import RaiseLatentAttention
 from deepinfer_compile.passes.raise_output_projection import RaiseOutputProjection
 from deepinfer_compile.passes.raise_rms_norm import RaiseRmsNorm
 from deepinfer_compile.passes.raise_rope import RaiseRope
+from deepinfer_compile.passes.raise_rotary_table import RaiseRotaryTable
 from deepinfer_compile.passes.raise_router import RaiseRouter
 from deepinfer_compile.pipeline import Pipeline
 
@@ -28,6 +29,7 @@ RAISE: tuple[Pass, ...] = (
     Canonicalize(),
     RaiseRmsNorm(),
     RaiseRope(),
+    RaiseRotaryTable(),
     RaiseRouter(),
     RaiseExperts(),
     RaiseActivation(),
@@ -55,6 +57,7 @@ BACKEND: tuple[Pass, ...] = (
     Canonicalize(),
     RaiseRmsNorm(),
     RaiseRope(),
+    RaiseRotaryTable(),
     RaiseRouter(),
     RaiseExperts(),
     RaiseActivation(),

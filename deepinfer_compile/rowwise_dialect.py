@@ -56,6 +56,12 @@ def _complex_rope_table(call: Call) -> Value:
     return call.same_for_all(call.rows(call.arg("table")))
 
 
+@rule("deepinfer.rotary_table")
+def _rotary_table(call: Call) -> Value:
+    call.constant(call.arg("inv_freq"), "inv_freq")
+    return call.same_for_all(call.of(call.arg("position_ids")))
+
+
 @rule("deepinfer.route")
 def _route(call: Call) -> Value:
     call.constant(call.arg("bias"), "the bias")

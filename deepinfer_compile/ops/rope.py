@@ -1,7 +1,9 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864) applied to queries or keys, given its tables.
+"""Rotary position embedding (Su et al., arXiv 2104.09864): its tables, and their use on queries or keys.
 
 Styles differ in which channels form a pair: `half` pairs channel i with i + D/2, `pair` pairs 2i with 2i + 1,
-`pair_to_half` reads adjacent pairs and writes halves (the first elements of all pairs, then the second ones).
+`pair_to_half` reads adjacent pairs and writes halves (the first elements of all pairs, then the second ones). Tables
+have the angle of a frequency `once`, or twice: as `halves` (all frequencies, and again), or as `pairs` beside each
+other.
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepinfer_compile.ops.registry import Work, define, size_bytes
+from deepinfer_compile.ops.registry import Work, define, size_bytes, wide
 
 STYLES = ("half", "pair", "pair_to_half")
+FORMS = ("once", "halves", "pairs")
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
@@ -19,9 +22,9 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
         raise ValueError(f"rotary styles are {STYLES}, not {style!r}")
     half = x.shape[-1] // 2
     first, second = (x[..., :half], x[..., half:]) if style == "half" else (x[..., 0::2], x[..., 1::2])
-    wide = cos.shape[-1] == x.shape[-1]
-    c1, s1 = (cos[..., :half], sin[..., :half]) if wide else (cos, sin)
-    c2, s2 = (cos[..., half:], sin[..., half:]) if wide else (cos, sin)
+    doubled = cos.shape[-1] == x.shape[-1]
+    c1, s1 = (cos[..., :half], sin[..., :half]) if doubled else (cos, sin)
+    c2, s2 = (cos[..., half:], sin[..., half:]) if doubled else (cos, sin)
     a = first * c1 - second * s1
     b = second * c2 + first * s2
     if style == "pair":
@@ -54,3 +57,39 @@ COMPLEX_ROPE_TABLE = define(
     work=lambda table: Work(0, 2 * size_bytes(table)),
 )
 """A complex table e^(i t) [..., D / 2] -> (cos, sin), real, in the table's precision."""
+
+
+def _rotary_table(
+    position_ids: Tensor, inv_freq: Tensor, scaling: float, form: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    if form not in FORMS:
+        raise ValueError(f"forms of a rotary table are {FORMS}, not {form!r}")
+    frequencies = wide(inv_freq)
+    angles = position_ids.to(frequencies.dtype).unsqueeze(-1) * frequencies
+    if form == "halves":
+        angles = torch.cat([angles, angles], -1)
+    elif form == "pairs":
+        angles = angles.repeat_interleave(2, -1)
+    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+
+def _fake_table(
+    position_ids: Tensor, inv_freq: Tensor, scaling: float, form: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    shape = (*position_ids.shape, inv_freq.shape[0] * (1 if form == "once" else 2))
+    return position_ids.new_empty(shape, dtype=dtype), position_ids.new_empty(shape, dtype=dtype)
+
+
+def _table_work(position_ids: Tensor, inv_freq: Tensor, scaling: float, form: str, dtype: torch.dtype) -> Work:
+    elements = 2 * int(position_ids.numel()) * inv_freq.shape[0] * (1 if form == "once" else 2)
+    return Work(elements, size_bytes(position_ids, inv_freq) + elements * dtype.itemsize)
+
+
+ROTARY_TABLE = define(
+    "rotary_table(Tensor position_ids, Tensor inv_freq, float scaling, str form, ScalarType dtype) -> (Tensor, Tensor)",
+    reference=_rotary_table,
+    fake=_fake_table,
+    work=_table_work,
+)
+"""position_ids integers [..., T], inv_freq [F] -> (cos, sin) [..., T, F or 2 F] of positions times frequencies, times
+`scaling`, in `dtype`. Angles, their functions and the scaling are in fp32 (fp64 for fp64 inv_freq)."""
