@@ -46,7 +46,7 @@ def _requests(params: Params) -> Expr:
 
 
 def plan(params: Params, config: Config) -> LaunchPlan:
-    """Absorb, attend, merge where there are pieces, project; for a single token the last two are one."""
+    """Absorb, attend, merge where there are pieces, project."""
     name, tokens, requests = type_name(params.dtype), _tokens(params), _requests(params)
     tiles: Expr = ("cdiv", tokens, config.block_t)
     columns = params.heads * -(-params.latent // config.absorb_n)
@@ -57,25 +57,19 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     if params.mask == "bool":
         grid = ("add", requests, grid)
         scratch.append(Buffer("span", "int32", (requests, 4)))
-    finished = config.pieces > 1 and config.block_t == 1
-    if not finished:
-        scratch.append(Buffer("mid", name, (tokens, params.heads, params.latent)))
+    scratch.append(Buffer("mid", name, (tokens, params.heads, params.latent)))
     part = (tokens, params.heads, config.pieces, params.latent)
-    ends: list[Launch] = []
+    merge: list[Launch] = []
     if config.pieces > 1:
         scratch += [Buffer("part", "float32", part), Buffer("part_lse", "float32", part[:3])]
         slot = [pointer("slot", torch.int64, 1)] if params.page else []
         joined = (*_parts(config, params), *slot, pointer("mid", params.dtype))
         merged = -(-params.latent // max(64, MERGED // config.pieces))
-        ends = [Launch("merge", (tokens, params.heads, merged), joined, side)]
+        merge = [Launch("merge", (tokens, params.heads, merged), joined, side)]
     rows = -(-params.heads * params.queries // config.block_m)
     main = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     out = Buffer("out", name, (tokens, params.heads, params.value))
     project_grid = (tiles, params.heads, -(-params.value // config.project_n))
-    if finished:
-        ends = [Launch("finish", project_grid, _finish_arguments(params, config), side)]
-    else:
-        ends.append(Launch("project", project_grid, _project_arguments(params), side))
     return LaunchPlan(
         _operands(params),
         (out,),
@@ -83,7 +77,8 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         (
             Launch("absorb", (grid,), _absorb_arguments(params), {**side, EARLY: 1} if config.pdl else side),
             Launch("attend", (rows, requests, parts), _attend_arguments(params, config), main),
-            *ends,
+            *merge,
+            Launch("project", project_grid, _project_arguments(params), side),
         ),
     )
 
@@ -157,11 +152,6 @@ def _project_arguments(params: Params) -> tuple[Argument, ...]:
     row = 2 if params.value_rows else 1
     steps = (_stride("uv_head", "w_uv", 0, params.align), _stride("uv_row", "w_uv", row, params.align))
     return (*found, *steps)
-
-
-def _finish_arguments(params: Params, config: Config) -> tuple[Argument, ...]:
-    pieces, rest = _parts(config, params), _project_arguments(params)[1:]
-    return (*pieces, *(argument for argument in rest if argument.name != "tokens"))
 
 
 def _parts(config: Config, params: Params) -> list[Argument]:
