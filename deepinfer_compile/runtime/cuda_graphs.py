@@ -120,7 +120,8 @@ def _room(name: str, size: int, pages: int, held: Tensor) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class _Turn:
     """One graph with inputs and results of its own. ids: the chosen tokens on the device and on the host; none where
-    nothing draws. sent, done, ended: recorded behind the copy of its inputs, its last replay and the copy of its ids."""
+    nothing draws. sent, done, ended: recorded behind the copy of its inputs, its last replay and the copy of
+    its ids."""
 
     graph: Any
     packed: PackedInputs
@@ -224,30 +225,32 @@ class DecodeGraphs:
         numbers = {name: torch.empty(1, dtype=dtype) for name, dtype in NUMBERS.items()} if self.draw else {}
         self.state.tokens = size  # also when fewer come first: the graphs are kept
         every = [PackedInputs({**given, **numbers}, size, self.pages, self.device) for _ in range(TURNS)]
+        # not in the graphs' memory, where the other turn's values may lie before the host has these
+        ids = [torch.empty(size, dtype=torch.int64, device=self.device) for _ in every]
         torch.cuda.current_stream(self.device).synchronize()
         side = torch.cuda.Stream(self.device)
         with torch.cuda.stream(side):
-            self._step(every[0], every[1])  # loads what is loaded at the first use, outside the graph
+            self._step(every[0], ids[0], every[1])  # loads what is loaded at the first use, outside the graph
         side.synchronize()
         turns: deque[_Turn] = deque()
-        for packed, following in zip(every, (*every[1:], every[0])):
+        for packed, drawn, following in zip(every, ids, (*every[1:], every[0])):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):
-                logits, drawn = self._step(packed, following)
+                logits = self._step(packed, drawn, following)
             self.pool = self.pool or graph.pool()
-            ids = None if drawn is None else (drawn, torch.empty(size, dtype=torch.int64, pin_memory=True))
-            turns.append(_Turn(graph, packed, logits, ids, *(torch.cuda.Event() for _ in range(3))))
+            here = torch.empty(size, dtype=torch.int64, pin_memory=True)
+            both = (drawn, here) if self.draw is not None else None
+            turns.append(_Turn(graph, packed, logits, both, *(torch.cuda.Event() for _ in range(3))))
         return turns
 
-    def _step(self, packed: PackedInputs, following: PackedInputs) -> tuple[Tensor, Tensor | None]:
-        """following: where the tokens go, for the step that may follow."""
+    def _step(self, packed: PackedInputs, drawn: Tensor, following: PackedInputs) -> Tensor:
+        """Logits; chosen tokens go to `drawn` and to the inputs of the step that may follow."""
         logits = self.program.run(packed.inputs)
-        if self.draw is None:
-            return logits, None
-        drawn = self.draw.enqueue(logits, {name: packed.inputs[name] for name in NUMBERS})
-        # a row without a finite maximum has no token, and yet the next step must be able to look its input up
-        torch.clamp(drawn, min=0, out=following.inputs[FED].view(-1))
-        return logits, drawn
+        if self.draw is not None:
+            self.draw.enqueue(logits, {name: packed.inputs[name] for name in NUMBERS}, drawn)
+            # a row without a finite maximum has no token, and yet the next step must be able to look its input up
+            torch.clamp(drawn, min=0, out=following.inputs[FED].view(-1))
+        return logits
 
 
 def _arrays(given: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:

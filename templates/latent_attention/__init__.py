@@ -72,8 +72,9 @@ class Params:
 @dataclass(frozen=True)
 class Config:
     """block_m: rows of a tile of attend. block_n: keys read at a time. pieces: parts of the context, a power of two.
-    block_t: tokens of a tile of absorb and project, absorb_n and project_n their columns, project_k its step.
-    pdl: absorb reads its weights before the launch before has ended, and what follows project may do so too."""
+    block_t: tokens of a tile of absorb and project, 1 for a single one, whose pieces are joined where they are projected;
+    absorb_n and project_n their columns, project_k its step. pdl: absorb reads its weights before the launch before has
+    ended, and what follows the last launch may do so too."""
 
     block_m: int
     block_n: int
@@ -194,7 +195,7 @@ def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
 def _sides(params: Params, tokens: int) -> dict[str, int]:
     """Tiles of the two products: all tokens at once where they fit, so that a weight is read once."""
     wide = params.dtype == torch.float32
-    block_t = 16 if tokens <= 16 or wide else 32 if tokens <= 32 else 64
+    block_t = 1 if tokens == 1 else 16 if tokens <= 16 or wide else 32 if tokens <= 32 else 64
     return {
         "block_t": block_t,
         "absorb_n": min(64 if wide else 128, _tile(params.latent)),
@@ -202,11 +203,6 @@ def _sides(params: Params, tokens: int) -> dict[str, int]:
         "project_k": min(32 if wide else 64, _tile(params.latent)),
         "side_warps": 4,
     }
-
-
-def _pdl(limits: Limits, sides: dict[str, int]) -> bool:
-    """Few tokens leave the chip idle between launches."""
-    return limits.pdl and sides["block_t"] == SMALLEST_TILE
 
 
 def default(params: Params, limits: Limits, tokens: int) -> Config:
@@ -228,7 +224,7 @@ def _fitting(params: Params, limits: Limits, block_m: int, programs: int, tokens
     for block_n, stages, warps in product((64, 32, 16), (2, 1), (8, 4, 2, 1)):
         if warps == 8 and block_m < 64:
             continue
-        config = Config(block_m, block_n, 1, warps, stages, **sides, pdl=_pdl(limits, sides))
+        config = Config(block_m, block_n, 1, warps, stages, **sides, pdl=limits.pdl and tokens == 1)
         if _is_legal(params, config, limits):
             if params.tiled:
                 return config
@@ -241,12 +237,12 @@ def _fitting(params: Params, limits: Limits, block_m: int, programs: int, tokens
 def space(params: Params, limits: Limits) -> Iterator[Config]:
     """Every legal Config in a fixed order."""
     most = min(_tile(params.heads * params.queries), 128)
-    sides = [dict(items) for items in {tuple(_sides(params, n).items()): None for n in (1, 32, 64)}]
+    sides = [dict(items) for items in {tuple(_sides(params, n).items()): None for n in (1, 16, 32, 64)}]
     tiles = [m for m in (16, 32, 64, 128) if m <= most]
     parts = (1,) if params.tiled else (1, 2, 4, 8, 16, 32)
     for m, n, pieces, warps, stages in product(tiles, (16, 32, 64, 128), parts, (1, 2, 4, 8), (1, 2, 3)):
         for side in sides:
-            config = Config(m, n, pieces, warps, stages, **side, pdl=_pdl(limits, side))
+            config = Config(m, n, pieces, warps, stages, **side, pdl=limits.pdl and side["block_t"] == 1)
             if _is_legal(params, config, limits):
                 yield config
 
@@ -272,6 +268,8 @@ V3 = {"heads": 128, "nope": 128, "rope": 64, "latent": 512, "value": 128, "dtype
 PAGED = (
     _case("one", (1,), (1,), heads=1, nope=1, rope=1, latent=1, value=1, align=1),
     _case("block", (1, 1, 1), (63, 64, 65)),
+    _case("single", (1,), (130,), heads=6, value_rows=False, **BF16),
+    _case("nobody", (1,), (0,), heads=2),
     _case("empty", (1, 1, 1, 1), (130, 0, 64, 1), heads=6, **BF16),
     _case("long", (1, 1), (321, 70), latent=200, heads=2),
     _case("absent", (1, 0, 1), (65, 0, 63), heads=3, value_rows=False),
@@ -287,6 +285,7 @@ WHOLE = {"page": 0}
 DENSE = (
     _case("one", (1,), (1,), heads=1, nope=1, rope=1, latent=1, value=1, align=1, **WHOLE),
     _case("causal", (3, 3), (70, 70), queries=3, **WHOLE),
+    _case("single", (1,), (150,), latent=72, value=24, heads=3, **WHOLE),
     _case("mask", (1, 1, 1), (130, 7, 66), mask="bool", heads=20, **WHOLE, **BF16),
     _case("unseen", (2, 2, 2), (40, 0, 65), queries=2, mask="bool", value_rows=False, **WHOLE),
     _case("additive", (2, 2), (33, 64), queries=2, mask="additive", heads=3, **WHOLE),

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from deepinfer_compile.templates.latent_attention import Config, Params
 
 
+LEAST = 16
+"""Tokens of a tile that goes to the matrix units, as that of absorb always does."""
 MERGED = 4096
 """Elements of pieces that a program of merge holds: columns of a line, more where there are fewer pieces."""
 
@@ -46,9 +48,9 @@ def _requests(params: Params) -> Expr:
 
 
 def plan(params: Params, config: Config) -> LaunchPlan:
-    """Absorb, attend, merge where there are pieces, project."""
+    """Absorb, attend, merge where there are pieces, project; for a single token the last two are one."""
     name, tokens, requests = type_name(params.dtype), _tokens(params), _requests(params)
-    tiles: Expr = ("cdiv", tokens, config.block_t)
+    tiles: Expr = ("cdiv", tokens, max(LEAST, config.block_t))
     columns = params.heads * -(-params.latent // config.absorb_n)
     grid: Expr = ("mul", tiles, columns)
     side = {"num_warps": config.side_warps}
@@ -57,19 +59,25 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     if params.mask == "bool":
         grid = ("add", requests, grid)
         scratch.append(Buffer("span", "int32", (requests, 4)))
-    scratch.append(Buffer("mid", name, (tokens, params.heads, params.latent)))
+    finished = config.pieces > 1 and config.block_t == 1
+    if not finished:
+        scratch.append(Buffer("mid", name, (tokens, params.heads, params.latent)))
     part = (tokens, params.heads, config.pieces, params.latent)
-    merge: list[Launch] = []
+    ends: list[Launch] = []
     if config.pieces > 1:
         scratch += [Buffer("part", "float32", part), Buffer("part_lse", "float32", part[:3])]
         slot = [pointer("slot", torch.int64, 1)] if params.page else []
         joined = (*_parts(config, params), *slot, pointer("mid", params.dtype))
         merged = -(-params.latent // max(64, MERGED // config.pieces))
-        merge = [Launch("merge", (tokens, params.heads, merged), joined, side)]
+        ends = [Launch("merge", (tokens, params.heads, merged), joined, side)]
     rows = -(-params.heads * params.queries // config.block_m)
     main = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     out = Buffer("out", name, (tokens, params.heads, params.value))
-    project_grid = (tiles, params.heads, -(-params.value // config.project_n))
+    project_grid = (("cdiv", tokens, config.block_t), params.heads, -(-params.value // config.project_n))
+    if finished:
+        ends = [Launch("finish", project_grid, _finish_arguments(params, config), side)]
+    else:
+        ends.append(Launch("project", project_grid, _project_arguments(params), side))
     return LaunchPlan(
         _operands(params),
         (out,),
@@ -77,8 +85,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         (
             Launch("absorb", (grid,), _absorb_arguments(params), {**side, EARLY: 1} if config.pdl else side),
             Launch("attend", (rows, requests, parts), _attend_arguments(params, config), main),
-            *merge,
-            Launch("project", project_grid, _project_arguments(params), side),
+            *ends,
         ),
     )
 
@@ -152,6 +159,11 @@ def _project_arguments(params: Params) -> tuple[Argument, ...]:
     row = 2 if params.value_rows else 1
     steps = (_stride("uv_head", "w_uv", 0, params.align), _stride("uv_row", "w_uv", row, params.align))
     return (*found, *steps)
+
+
+def _finish_arguments(params: Params, config: Config) -> tuple[Argument, ...]:
+    pieces, rest = _parts(config, params), _project_arguments(params)[1:]
+    return (*pieces, *(argument for argument in rest if argument.name != "tokens"))
 
 
 def _parts(config: Config, params: Params) -> list[Argument]:

@@ -108,7 +108,10 @@ def latent(rows: Rows) -> None:
         drawn = torch.randint(keys // 4, keys + 1, (batch,), generator=torch.Generator().manual_seed(1)).tolist()
         for which, lengths in (("", [keys] * batch), (" of S/4 to S", drawn)):
             spec, params, given = latent_case(heads, tuple(lengths))
-            times = measure(spec, params, spec.default(params, limits, batch), given, ("attend", "merge"))
+            # the peer does not project, so pieces of a single request are not joined there either
+            config = spec.default(params, limits, batch)
+            config = replace(config, block_t=max(16, config.block_t))
+            times = measure(spec, params, config, given, ("attend", "merge"))
             row = params.latent + params.rope
             moved, flops = sum(lengths) * row * 2, 2.0 * sum(lengths) * heads * (row + params.latent)
             us = times.pop("together")
