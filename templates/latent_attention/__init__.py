@@ -72,7 +72,7 @@ class Params:
 @dataclass(frozen=True)
 class Config:
     """block_m: rows of a tile of attend. block_n: keys read at a time. pieces: parts of the context, a power of two.
-    block_t: tokens of a tile of absorb and project, 1 for a single one, whose pieces are joined where they are projected;
+    block_t: tokens of a tile of absorb and project, 1 for a single one, whose pieces are joined where it is projected;
     absorb_n and project_n their columns, project_k its step. pdl: absorb reads its weights before the launch before has
     ended, and what follows the last launch may do so too."""
 
