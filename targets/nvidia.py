@@ -223,9 +223,9 @@ class _Made:
 
 
 def _worth(call: Call) -> Refused | None:
-    """Why a layer is torch's at any number of tokens, if it is."""
+    """Why a layer is torch's at any number of tokens, if it is. Of several weights MergeLinears has seen to that."""
     if call.op not in (LINEAR, OUTPUT_PROJECTION) or is_large(call.arguments["weight"]):
-        return None  # MergeLinears makes calls of several weights where they are worth it
+        return None
     dtype = type_name(call.arguments["weight"].dtype)
     return Refused("too small for a launch of ours" if dtype == "bfloat16" else f"{dtype} products are torch's")
 
