@@ -55,10 +55,10 @@ class Interpreted:
 
 
 MODELS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "llama": ({"num_hidden_layers": 1}, {"rms_norm", "paged_attention", "rope", "gated_act", "sample"}),
+    "llama": ({"num_hidden_layers": 1}, {"rms_norm", "paged_attention", "rope", "rotary_table", "gated_act", "sample"}),
     "deepseek_v3": (
         {"num_hidden_layers": 2, "first_k_dense_replace": 1},
-        {"rms_norm", "latent_attention", "rope", "gated_act", "route", "experts", "sample"},
+        {"rms_norm", "latent_attention", "rope", "rotary_table", "gated_act", "route", "experts", "sample"},
     ),
 }
 
