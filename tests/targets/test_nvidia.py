@@ -124,9 +124,9 @@ def test_the_same_model_gives_the_same_bytes(llama: Any, bundle: Path, tmp_path:
 
 
 def test_routers_and_experts_have_kernels_in_every_program(tmp_path: Path) -> None:
-    dc.build(
-        models.make("deepseek_v3", num_hidden_layers=2, first_k_dense_replace=1), tmp_path / "moe", target="nvidia-sm90"
-    )
+    """And what a router's linear is given is not cast, nor are rotary tables made of small operations."""
+    model = models.make("deepseek_v3", dtype=torch.bfloat16, num_hidden_layers=2, first_k_dense_replace=1)
+    dc.build(model, tmp_path / "moe", target="nvidia-sm90")
     files = read_bundle(tmp_path / "moe")
     variant = files.manifest.variants["nvidia-sm90"]
     found: dict[str, set[str]] = {}
@@ -138,8 +138,12 @@ def test_routers_and_experts_have_kernels_in_every_program(tmp_path: Path) -> No
                 for _, name in entry["choices"]:
                     record = files.json(variant["kernels"][name])
                     entries.setdefault(entry["op"], set()).update(n["entry"] for n in record["plan"]["launches"])
-            assert not {"deepinfer.route", "deepinfer.experts"} & {e["op"] for e in block["left"].values()}
-    assert found["deepinfer.route"] == found["deepinfer.experts"] == {"prefill", "decode", "verify"}
+            left = {e["op"] for e in block["left"].values()}
+            assert not {"deepinfer.route", "deepinfer.experts", "aten._to_copy", "aten.cos", "aten.matmul"} & left
+    for name in ("route", "experts", "wide_linear", "rotary_table"):
+        assert found[f"deepinfer.{name}"] == {"prefill", "decode", "verify"}
+    assert entries["deepinfer.rotary_table"] == {"rotary_table"}
+    assert "linear" in entries["deepinfer.wide_linear"]
     assert entries["deepinfer.experts"] == {"count", "place", "up", "down", "combine"}
     assert entries["deepinfer.route"] == {"route"}
 
