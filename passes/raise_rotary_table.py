@@ -139,7 +139,7 @@ def _of_matmul(node: Node) -> tuple[Node, Node] | None:
     if not is_op(node, A.transpose.int) or tensor(node).dim() != 3:
         return None
     product = operand(node)
-    if {int(d) % 3 for d in node.args[1:]} != {1, 2} or not is_op(product, A.matmul.default, A.bmm.default):  # type: ignore[call-overload]
+    if {int(d) % 3 for d in node.args[1:]} != {1, 2} or not is_op(product, A.matmul.default, A.bmm.default):  # type: ignore[arg-type]
         return None
     f, p = _view(operand(product)), _view(operand(product, 1))
     one_term = width(operand(product)) == 1
@@ -167,7 +167,7 @@ def _view(node: Node) -> _View:
     if is_op(node, A.expand.default):
         kept = all(equal_size(tensor(inner).shape[d], tensor(node).shape[d]) for d in below.dims)
         return below if kept else _View(node, tuple(range(-rank, 0)))
-    a, b = (int(d) % rank - rank for d in node.args[1:])  # type: ignore[call-overload]
+    a, b = (int(d) % rank - rank for d in node.args[1:])  # type: ignore[arg-type]
     return _View(below.source, tuple({a: b, b: a}.get(d, d) for d in below.dims))
 
 
