@@ -48,6 +48,12 @@ JOINED = 512
 LEAST_TERMS = 1024
 """Terms of a part, below which its beginning and end cost more than what it reads."""
 MOST_PARTS = 16
+MOST_SHARES = 4
+"""Parts of a wide linear, whose larger tiles need fewer."""
+SHAPES = ((128, 128), (128, 64), (64, 64), (BLOCK_T, 64), (BLOCK_T, 32), (BLOCK_T, 16))
+"""Tokens and weight rows of the tiles that a wide linear chooses from."""
+BEGIN = 20_000
+"""Elements that a core reads in the time in which a program begins and ends."""
 
 
 @dataclass(frozen=True)
@@ -140,24 +146,32 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
 
 
 def default_wide(params: Params, limits: Limits, tokens: int) -> Config:
-    """The largest tile of many tokens with which programs fill the cores; else as for few."""
-    for block_t, block_n in ((128, 128), (128, 64), (64, 64)):
-        if -(-tokens // block_t) * -(-params.lines // block_n) < limits.cores:
-            continue
-        for block_k, stages in product((64, 32, 16), (4, 3, 2, 1)):
-            config = Config(block_t, block_n, block_k, 1, min(block_t // 16, limits.max_warps), stages)
+    """The tile and the parts with which a core reads least, and waits least for programs to begin; for one token, long
+    rows."""
+    if tokens == 1:
+        return _single(params, limits)
+    most = min(MOST_SHARES, max(1, params.terms // LEAST_TERMS))
+    splits = [n for n in (1, 2, 4) if n <= most]
+
+    def cost(shape: tuple[int, int], split: int) -> float:
+        programs = -(-tokens // shape[0]) * -(-params.lines // shape[1]) * split
+        joined = 0.0 if split == 1 else 4 * split * tokens * params.lines / limits.cores + 2 * BEGIN
+        return -(-programs // limits.cores) * (sum(shape) * params.terms / split + BEGIN) + joined
+
+    for shape, split in sorted(product(SHAPES, splits), key=lambda chosen: cost(*chosen)):
+        warps = min(8 if shape[0] == 128 else 4, limits.max_warps)
+        for block_k, stages in product((256, 128, 64, 32, 16) if shape[0] == BLOCK_T else (64, 32, 16), (4, 2, 1)):
+            config = Config(*shape, block_k, split, warps, stages)
             if _is_legal(params, config, limits):
                 return config
-    found = default(params, limits, tokens)
-    others = max(1, -(-tokens // found.block_t))
-    return replace(found, split=max(1, found.split // next_power_of_2(others)))
+    raise ValueError(f"no tile of {params} fits {limits.shared_bytes} bytes")
 
 
 def space_wide(params: Params, limits: Limits) -> Iterator[Config]:
     """As `space`, and tiles of many tokens."""
     yield from space(params, limits)
     least = min(32, next_power_of_2(params.terms))
-    for values in product((64, 128), (64, 128), (16, 32, 64, 128), (1,), (4, 8), (1, 2, 3, 4)):
+    for values in product((64, 128), (64, 128), (16, 32, 64, 128), (1, 2, 4), (4, 8), (1, 2, 3, 4)):
         config = Config(*values)
         if config.block_k >= least and _is_legal(params, config, limits):
             yield config
