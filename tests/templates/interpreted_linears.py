@@ -21,6 +21,7 @@ ONE = next(s for s in specs() if s.op is ops.LINEAR)
 SEVERAL = next(s for s in specs() if s.op is ops.LINEARS)
 CONFIGS = {
     "row": (1, Config(1, 8, 128, 1, 4, 1)),
+    "row that starts early": (1, Config(1, 8, 128, 1, 4, 1, pdl=True)),
     "rows": (3, Config(1, 16, 256, 1, 4, 1)),
     "rows in parts": (2, Config(1, 16, 64, 4, 2, 1)),
     "tile": (3, Config(16, 16, 64, 1, 4, 3)),
