@@ -77,9 +77,14 @@ class Flight(Protocol):
 
 
 class Executor(Protocol):
-    """Runs the programs of a loaded bundle. draw: what chooses tokens where the logits are, if anything does."""
+    """Runs the programs of a loaded bundle.
+
+    draw: what chooses tokens where the logits are, if anything does. reads_hint: whether cache rows depend on
+    `StepInput.context_hint`.
+    """
 
     draw: Draw | None
+    reads_hint: bool
     groups: tuple[CacheGroup, ...]
     vocab_size: int
     max_model_len: int

@@ -21,6 +21,7 @@ from deepinfer_compile.runtime.batch import Executor
 from deepinfer_compile.runtime.outputs import FinishReason
 from deepinfer_compile.runtime.pages import Ints, Pages, plan_pages
 from deepinfer_compile.runtime.params import SamplingParams
+from deepinfer_compile.runtime.prefix import PrefixCache, PrefixStats
 from deepinfer_compile.runtime.request import Request
 from deepinfer_compile.runtime.sampling import Sampler, score
 from deepinfer_compile.runtime.scheduler import Batch, Scheduler
@@ -34,7 +35,8 @@ class EngineOptions:
     max_num_seqs: requests that run at once. max_num_batched_tokens: most new tokens of one step; longer prompts are
     read in chunks. memory_bytes: for the caches; None is what max_num_seqs full requests need, at most half of the
     memory available now. max_model_len: context length, None is the executor's. backtrack: newest tokens that callers
-    of the scheduler may drop again, kept readable in windows.
+    of the scheduler may drop again, kept readable in windows. enable_prefix_caching: keep the cache rows of requests
+    that ended, for prompts that start alike. prefix_cache_ttl: seconds that they are kept without use.
 
     Raises BadOption naming the field.
     """
@@ -44,9 +46,14 @@ class EngineOptions:
     memory_bytes: int | None = None
     max_model_len: int | None = None
     backtrack: int = 0
+    enable_prefix_caching: bool = True
+    prefix_cache_ttl: float = 180.0
 
     def __post_init__(self) -> None:
-        lows = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "memory_bytes": 0, "max_model_len": 2, "backtrack": 0}
+        lows = {
+            "max_num_seqs": 1, "max_num_batched_tokens": 1, "memory_bytes": 0, "max_model_len": 2, "backtrack": 0,
+            "prefix_cache_ttl": 0,
+        }  # fmt: skip
         for name, low in lows.items():
             value = getattr(self, name)
             if value is not None and value < low:
@@ -88,7 +95,19 @@ class Engine:
         pages = Pages(
             executor.groups, counts, seats=seats, max_model_len=self.max_model_len, backtrack=options.backtrack
         )
-        self.scheduler = Scheduler(pages, max_num_seqs=seats, max_num_batched_tokens=options.max_num_batched_tokens)
+        prefix = PrefixCache(
+            pages,
+            seats=seats,
+            backtrack=options.backtrack,
+            reads_hint=executor.reads_hint,
+            time_to_live=options.prefix_cache_ttl,
+        )
+        self.scheduler = Scheduler(
+            pages,
+            max_num_seqs=seats,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            prefix=prefix if options.enable_prefix_caching else None,
+        )
         self._executor = executor
         self._sampler = Sampler(seats, executor.draw)
         self._eos = frozenset(int(token) for token in eos_token_ids)
@@ -96,6 +115,7 @@ class Engine:
         self._arrived: deque[Request] = deque()
         self._cancelled: deque[str] = deque()
         self._ahead: Ahead | None = None
+        self._outdated = False
         executor.allocate(counts)
 
     @property
@@ -107,6 +127,15 @@ class Engine:
     def pages_used(self) -> tuple[int, ...]:
         """Cache pages in use, a number per cache group."""
         return self.scheduler.pages.used
+
+    @property
+    def prefix_stats(self) -> PrefixStats:
+        """What the prefix cache did; zeros without one."""
+        return self.scheduler.prefix.stats if self.scheduler.prefix is not None else PrefixStats()
+
+    def forget_prefixes(self) -> None:
+        """Reuse no rows written so far, from the next `step` or `reap` on. From any thread."""
+        self._outdated = True
 
     def make(
         self,
@@ -154,6 +183,10 @@ class Engine:
 
     def reap(self) -> None:
         """Take up arrivals and cancellations without running the model."""
+        if self._outdated:
+            self._outdated = False
+            if self.scheduler.prefix is not None:
+                self.scheduler.prefix.clear()
         while self._arrived:
             request = self._arrived.popleft()
             self._alive[request.id] = request

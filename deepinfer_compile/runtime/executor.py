@@ -149,6 +149,7 @@ class BundleExecutor:
         self.device, self.state, self.make_graphs = device, state, graphs
         self.graphs: DecodeSteps | None = None
         self.draw = draw
+        self.reads_hint = any("context_hint" in program.place for program in programs.values())
         self.groups = tuple(self._group(g, window) for g, window in enumerate(windows))
         self.allocated: dict[str, Tensor] = {}
 

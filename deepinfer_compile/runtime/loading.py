@@ -42,7 +42,10 @@ class BundleLLM(LLM):
         """
         if self.active:
             raise BadRequest(request=self.active[0], reason="it is running", fix="reload when all requests are done")
-        reload_into(self.weights, self.files.ledger(), Checkpoint.open(Path(checkpoint)))
+        try:
+            reload_into(self.weights, self.files.ledger(), Checkpoint.open(Path(checkpoint)))
+        finally:
+            self.reset_prefix_cache()
 
 
 def load(
@@ -55,13 +58,17 @@ def load(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 2048,
     memory_fraction: float = 0.5,
+    enable_prefix_caching: bool = True,
+    prefix_cache_ttl: float = 180.0,
     checkpoint: str | Path | None = None,
 ) -> BundleLLM:
     """Open a bundle and make it ready to generate.
 
     native False runs the graphs on reference operations (slow, no native code is loaded). check: "lazy" verifies
     everything but weight data, "full" that too. max_model_len: context of this process, at most what was built.
-    memory_fraction: share of free memory for caches. checkpoint: where weights are, for a bundle without them.
+    memory_fraction: share of free memory for caches. enable_prefix_caching: prompts that start alike are read once;
+    rows that are not used are kept for prefix_cache_ttl seconds, or until their place is needed. checkpoint: where
+    weights are, for a bundle without them.
     Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, WrongTarget, WeightMismatch, OutOfMemory, BadOption.
     """
     if not 0 < memory_fraction <= 1:
@@ -81,6 +88,8 @@ def load(
         max_num_batched_tokens=max_num_batched_tokens,
         memory_bytes=int(free_memory(executor.device) * memory_fraction),
         max_model_len=max_model_len,
+        enable_prefix_caching=enable_prefix_caching,
+        prefix_cache_ttl=prefix_cache_ttl,
         eos_token_ids=eos,
     )
     llm.files, llm.weights = files, weights

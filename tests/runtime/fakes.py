@@ -45,12 +45,13 @@ def logits_of(states, vocab: int = VOCAB) -> np.ndarray:
 
 
 class HashExecutor:
-    """The model behind tables; `steps` holds (requests, tokens) of each step."""
+    """The model behind tables; `steps` holds (requests, tokens) of each step. hint: whether it reads context hints."""
 
     draw = None
 
-    def __init__(self, groups=GROUPS, vocab: int = VOCAB, max_model_len: int = 512) -> None:
+    def __init__(self, groups=GROUPS, vocab: int = VOCAB, max_model_len: int = 512, hint: bool = True) -> None:
         self.groups, self.vocab_size, self.max_model_len = tuple(groups), vocab, max_model_len
+        self.reads_hint = hint
         self.steps: list[tuple[int, int]] = []
         self.fail: Exception | None = None
         self.poison: int | None = None
@@ -65,7 +66,7 @@ class HashExecutor:
         self.steps.append((len(inputs.seq_len), len(inputs.input_ids)))
         start, length = inputs.query_start.numpy(), inputs.seq_len.numpy()
         first = mix(inputs.input_ids.numpy().astype(np.uint64) + (inputs.position_ids.numpy().astype(np.uint64) << 20))
-        first = mix(first + inputs.context_hint.numpy().astype(np.uint64))
+        first = mix(first + inputs.context_hint.numpy().astype(np.uint64) * np.uint64(self.reads_hint))
         state = np.zeros(len(first), dtype=np.uint64)
         for g, (group, meta) in enumerate(zip(self.groups, inputs.groups)):
             cache = self.caches[g].reshape(-1, 2)
@@ -125,9 +126,12 @@ def check(inputs: StepInput, executor: HashExecutor) -> None:
         assert table.dtype == np.int32
         assert slot.dtype == np.int64
         assert table.shape == (len(length), -(-length.max() // PAGE_SIZE))
-        used = table[table >= 0]
-        assert len(set(used.tolist())) == len(used), "two places share a page"
-        assert (used < count).all()
+        where: dict[int, int] = {}
+        for column, page in zip(np.nonzero(table >= 0)[1].tolist(), table[table >= 0].tolist()):
+            assert where.setdefault(page, column) == column, "two places share a page"
+        assert all(page < count for page in where)
+        written = np.unique(slot // PAGE_SIZE)
+        assert all((table == page).sum() == 1 for page in written), "a page is written that two requests hold"
         owner = np.repeat(np.arange(len(length)), np.diff(start))
         assert (slot == table[owner, position // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + position % PAGE_SIZE).all()
 
@@ -146,8 +150,9 @@ class Answer:
 class Oracle:
     """The model and the sampler without tables, one token at a time."""
 
-    def __init__(self, groups=GROUPS, vocab: int = VOCAB, max_model_len: int = 512, eos=()) -> None:
+    def __init__(self, groups=GROUPS, vocab: int = VOCAB, max_model_len: int = 512, eos=(), hint: bool = True) -> None:
         self.groups, self.vocab, self.max_model_len, self.eos = tuple(groups), vocab, max_model_len, set(eos)
+        self.hint = hint
 
     def run(self, prompt: list[int], params: SamplingParams, seed: int | None = None) -> Answer:
         """Complete a prompt. seed: needed where params has none and is random."""
@@ -175,7 +180,7 @@ class Oracle:
             logits = logits_of([state], self.vocab)[0]
 
     def _feed(self, memory, token: int, position: int, hint: int) -> int:
-        first = mix(mix((token + (position << 20)) & MASK) + hint & MASK)
+        first = mix(mix((token + (position << 20)) & MASK) + hint * self.hint & MASK)
         state = 0
         for g, (group, (ones, twos)) in enumerate(zip(self.groups, memory)):
             old = max(0, position + 1 - group.window) if group.window else 0

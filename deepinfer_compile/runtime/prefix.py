@@ -1,0 +1,252 @@
+"""Which full cache pages hold which tokens, so that a request starts after the pages its prompt shares with others.
+
+What a page's rows depend on is all tokens up to its end; and, where rotary frequencies depend on the length of the
+prompt, that length. So pages are found in a tree: a node is one page of tokens after the tokens of its parent, looked
+up by those tokens themselves. A hash that two contents share costs a comparison and can never give a wrong page.
+
+A node has a page in every cache group that still holds its rows. A request that starts at a position needs all pages
+before it in groups that keep the whole context, and in a window group those that the window reaches. Rows of a window
+layer depend, through the layers below, on more than one window, so they are never made from a window's tokens alone:
+a hit ends where every group has what it needs, and what only some groups hold is computed again (`recomputed`).
+
+A page enters the tree when the step that filled it has succeeded, and leaves it when it is needed for other tokens,
+was idle for longer than the time to live, or the request that wrote it was failed by the model. Newest tokens that
+`backtrack` allows to be dropped again are not in it. A page that fills with what the tree holds already is exchanged
+for the one in the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer_compile.runtime.batch import PAGE_SIZE
+from deepinfer_compile.runtime.pages import Ints, Pages
+from deepinfer_compile.runtime.request import Request
+
+NEVER = 1 << 62
+"""Full pages of a seat that has nothing to add to the tree."""
+
+
+@dataclass
+class PrefixStats:
+    """What the cache did so far, and holds now.
+
+    queries, hits: requests that looked for a prefix, and found one; a preempted one looks again. queried_tokens,
+    hit_tokens: tokens of their prompts (and outputs, when preempted), and those that were not computed again.
+    recomputed: tokens that were, although a cache group still had their rows. evictions: pages that were needed for
+    others. expired: pages idle for too long. cached: idle pages with rows now, a number per cache group.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    recomputed: int = 0
+    evictions: int = 0
+    expired: int = 0
+    cached: tuple[int, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A page of tokens after the tokens of its parent. pages: one per cache group, -1 where the rows are gone.
+    tips: running requests whose newest full page it is."""
+
+    parent: Node | None
+    key: tuple[bytes, int]
+    pages: list[int]
+    children: dict[tuple[bytes, int], Node] = field(default_factory=dict)
+    tips: int = 0
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Where a request can start. nodes: the pages before. pages: per cache group, those it must hold. known: how many
+    pages of tokens the groups with whole contexts hold."""
+
+    nodes: list[Node]
+    pages: list[NDArray[np.int32]]
+    known: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that need not be computed."""
+        return len(self.nodes) * PAGE_SIZE
+
+
+class PrefixCache:
+    """The tree of kept pages of all cache groups.
+
+    reads_hint: rows depend on the length of the prompt, see `StepInput.context_hint`. time_to_live: seconds.
+    """
+
+    def __init__(
+        self, pages: Pages, *, seats: int, backtrack: int = 0, reads_hint: bool = True, time_to_live: float = 180.0
+    ) -> None:
+        self._groups = pages.groups
+        self._pages = pages
+        self._backtrack, self._reads_hint, self._time_to_live = backtrack, reads_hint, time_to_live
+        self._stats = PrefixStats()
+        self._noted = np.zeros(seats, dtype=np.int64)
+        for i, group in enumerate(self._groups):
+            group.pool.lost = partial(self._evict, i)
+        self.reset()
+
+    @property
+    def stats(self) -> PrefixStats:
+        """Counters since the beginning, as they are now."""
+        return replace(self._stats, cached=self._pages.cached)
+
+    def reset(self) -> None:
+        """Begin with an empty tree; the pools have been reset too."""
+        self._root = Node(None, (b"", 0), [-1] * len(self._groups))
+        self._owners: list[dict[int, Node]] = [{} for _ in self._groups]
+        self._tip = [self._root] * len(self._noted)
+        self._noted.fill(0)
+
+    def clear(self) -> None:
+        """Forget all rows. Running requests go on, and what they hold is not reused."""
+        for group, owners in zip(self._groups, self._owners):
+            for page in owners:
+                group.pool.forget(page)
+        self.reset()
+        self._noted.fill(NEVER)
+
+    def find(self, request: Request) -> Hit:
+        """The longest start of a request that is cached; its last token never is."""
+        self._expire()
+        nodes = self._walk(request)
+        held = [0] * len(self._groups)
+        known = usable = 0
+        for n, node in enumerate(nodes, 1):
+            held = [count + 1 if page >= 0 else 0 for count, page in zip(held, node.pages)]
+            fits = [count >= n - group.first(n * PAGE_SIZE) for count, group in zip(held, self._groups)]
+            if all(fits):
+                usable = n
+            if all(fit for fit, group in zip(fits, self._groups) if group.reach is None):
+                known = n
+        nodes = nodes[:usable]
+        pages = [
+            np.array([node.pages[i] for node in nodes[group.first(usable * PAGE_SIZE) :]], dtype=np.int32)
+            for i, group in enumerate(self._groups)
+        ]
+        return Hit(nodes, pages, known)
+
+    def join(self, seat: int, request: Request, hit: Hit | None) -> None:
+        """Give a request that takes an empty seat the pages of a hit (None: it did not look for any)."""
+        self._tip[seat], self._noted[seat] = self._root, 0
+        if hit is None:
+            return
+        self._stats.queries += 1
+        self._stats.hits += bool(hit.nodes)
+        self._stats.queried_tokens += request.length
+        self._stats.hit_tokens += hit.tokens
+        self._stats.recomputed += (hit.known - len(hit.nodes)) * PAGE_SIZE
+        if not hit.nodes:
+            return
+        for group, pages in zip(self._groups, hit.pages):
+            group.adopt(seat, group.first(hit.tokens), pages)
+        self._move(seat, hit.nodes[-1], len(hit.nodes))
+
+    def note(self, seats: Ints, done: Ints, request: Callable[[int], Request]) -> bool:
+        """Add what has become full. done: written rows of each seat. Whether a table changed."""
+        full = (done - self._backtrack) // PAGE_SIZE
+        grown = np.flatnonzero(full > self._noted[seats])
+        changed = False
+        for i in grown.tolist():
+            seat = int(seats[i])
+            tokens = _tokens(request(seat))
+            for page in range(int(self._noted[seat]), int(full[i])):
+                changed |= self._add(seat, page, self._key(tokens, page, len(request(seat).prompt)))
+        return changed
+
+    def leave(self, seat: int, *, failed: bool) -> None:
+        """Note that a seat gives its pages back. failed: they may hold wrong rows, so forget them."""
+        node: Node | None = self._tip[seat]
+        self._move(seat, self._root, 0)
+        while failed and node is not None:
+            above = node.parent
+            for i, page in enumerate(list(node.pages)):
+                if page >= 0:
+                    self._drop(i, page)
+            node = above
+
+    def _walk(self, request: Request) -> list[Node]:
+        """The nodes of a request's full pages, its last token's not among them."""
+        tokens, prompt = _tokens(request), len(request.prompt)
+        nodes: list[Node] = []
+        node: Node | None = self._root
+        for page in range((request.length - 1) // PAGE_SIZE):
+            node = node.children.get(self._key(tokens, page, prompt)) if node is not None else None
+            if node is None:
+                break
+            nodes.append(node)
+        return nodes
+
+    def _key(self, tokens: Ints, page: int, prompt: int) -> tuple[bytes, int]:
+        """What a page holds, beside what its parents hold. The hint of a row is max(prompt, position + 1)."""
+        start = page * PAGE_SIZE
+        return tokens[start : start + PAGE_SIZE].tobytes(), max(prompt, start + 1) if self._reads_hint else 0
+
+    def _add(self, seat: int, page: int, key: tuple[bytes, int]) -> bool:
+        """Move a seat's tip to its next full page. Whether a page was exchanged."""
+        tip = self._tip[seat]
+        node = tip.children.get(key)
+        if node is None:
+            node = tip.children[key] = Node(tip, key, [-1] * len(self._groups))
+        self._move(seat, node, page + 1)
+        changed = False
+        for i, group in enumerate(self._groups):
+            own, known = int(group.table[seat, page]), node.pages[i]
+            if own == known:
+                continue
+            if known >= 0:
+                group.exchange(seat, page, known)
+                changed = True
+                continue
+            node.pages[i] = own
+            self._owners[i][own] = node
+            group.pool.keep(own)
+        return changed
+
+    def _move(self, seat: int, node: Node, noted: int) -> None:
+        left = self._tip[seat]
+        node.tips += 1
+        left.tips -= 1
+        self._tip[seat], self._noted[seat] = node, noted
+        self._prune(left)
+
+    def _prune(self, node: Node) -> None:
+        """Take a node that leads to nothing out of the tree, and those above it that then lead to nothing."""
+        while node.parent is not None and not node.children and not node.tips and max(node.pages, default=-1) < 0:
+            node.parent.children.pop(node.key, None)
+            node = node.parent
+
+    def _drop(self, group: int, page: int) -> None:
+        """Forget the rows of a page."""
+        node = self._owners[group].pop(page)
+        node.pages[group] = -1
+        self._groups[group].pool.forget(page)
+        self._prune(node)
+
+    def _evict(self, group: int, page: int) -> None:
+        self._stats.evictions += 1
+        self._drop(group, page)
+
+    def _expire(self) -> None:
+        """Forget pages that were idle for too long."""
+        for i, group in enumerate(self._groups):
+            idle, oldest = group.pool.idle, group.pool.clock() - self._time_to_live
+            while idle and next(iter(idle.values())) < oldest:
+                self._drop(i, next(iter(idle)))
+                self._stats.expired += 1
+
+
+def _tokens(request: Request) -> Ints:
+    """Prompt and output."""
+    return np.concatenate((request.prompt, np.array(request.output_ids, dtype=np.int64)))
