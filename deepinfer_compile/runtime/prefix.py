@@ -13,11 +13,14 @@ A page enters the tree when the step that filled it has succeeded, and leaves it
 was idle for longer than the time to live, or the request that wrote it was failed by the model. Newest tokens that
 `backtrack` allows to be dropped again are not in it. A page that fills with what the tree holds already is exchanged
 for the one in the tree.
+
+Reuse is the default: rows are taken only where all that decides them is equal, so tokens differ no more than they do
+when a prompt is read in other chunks or beside other requests, which is by rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -136,6 +139,19 @@ class PrefixCache:
             for i, group in enumerate(self._groups)
         ]
         return Hit(nodes, pages, known)
+
+    def is_coming(self, request: Request, hit: Hit, others: Iterable[Request]) -> bool:
+        """Whether one of the `others`, which run, is about to fill the page that a request lacks first after a hit."""
+        page, tip = len(hit.nodes), hit.nodes[-1] if hit.nodes else self._root
+        if request.length <= (page + 1) * PAGE_SIZE:
+            return False
+        key = self._key(_tokens(request), page, len(request.prompt))
+        return any(
+            self._tip[other.seat] is tip
+            and self._noted[other.seat] == page
+            and self._key(_tokens(other), page, len(other.prompt)) == key
+            for other in others
+        )
 
     def join(self, seat: int, request: Request, hit: Hit | None) -> None:
         """Give a request that takes an empty seat the pages of a hit (None: it did not look for any)."""

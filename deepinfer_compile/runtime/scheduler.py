@@ -5,7 +5,8 @@ while it generates, a chunk while its prompt is read) as far as the token budget
 When pages run out, the youngest running request loses its pages and its place and later reads prompt and output again;
 a request takes pages only from younger ones, and waits if there is none. So the oldest always advances, and since
 every accepted request fits into the caches alone, all of them end. A request that is admitted starts after the pages
-that it shares with others (`prefix.py`).
+that it shares with others (`prefix.py`); it waits while the next one is about to be filled by another, which takes
+what the budget gives until then.
 
 The state of running requests is kept as arrays with one entry a seat, so that a step costs array operations and not a
 loop over requests.
@@ -259,6 +260,8 @@ class Scheduler:
             request = self.waiting[0]
             scores = request.unscored < len(request.prompt) - 1
             hit = self.prefix.find(request) if self.prefix is not None and not scores else None
+            if hit and self.prefix and self.prefix.is_coming(request, hit, self._readers()):
+                break
             chunk = min(request.length - (hit.tokens if hit else 0), budget, scoring if scores else budget)
             if chunk <= 0 or not self.pages.promise(request.length, chunk, promised, hit.pages if hit else ()):
                 break
@@ -273,6 +276,10 @@ class Scheduler:
             raise AssertionError("promised pages are gone")
         self._running = np.concatenate((self._running, joined))
         return Plan(np.concatenate((plan.seats, joined)), np.concatenate((plan.count, count)), new)
+
+    def _readers(self) -> list[Request]:
+        """Requests whose prompts are read now as fast as the budget allows."""
+        return [self.request(seat) for seat in self._feed if not self._scoring[seat]]
 
     def _take_seat(self, request: Request, scores: bool, hit: Hit | None) -> int:
         self._kept = None

@@ -102,18 +102,63 @@ def test_running_requests_hold_the_same_pages():
         assert_right(request, target)
 
 
-def test_equal_pages_of_one_step_become_one():
-    target = engine((FULL, WIDE))
-    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    requests = [target.make(str(i), ids(192), long) for i in range(3)]
-    for request in requests:
+def test_a_page_that_is_being_filled_is_waited_for():
+    target = engine((FULL, WIDE), max_num_seqs=6, max_num_batched_tokens=80)
+    shared = ids(192)
+    first, *later = (target.make(str(i), [*shared, *ids(20, i)], GREEDY) for i in range(4))
+    other = target.make("other", ids(30, 9), GREEDY)
+    for request in (first, *later, other):
+        target.add(request)
+    for _ in range(5):
+        target.step()
+        assert_pages(target)
+    assert target._executor.steps == [(1, 80), (1, 80), (1, 52), (5, 80), (5, 15)]
+    run(target)
+    assert [r.cached for r in (first, *later, other)] == [0, 192, 192, 192, 0]
+    for request in (first, *later, other):
+        assert_right(request, target)
+
+
+def test_no_one_waits_for_a_page_that_may_never_come():
+    """A leader that scores its prompt, whose rows are outdated, or that ends in the page."""
+    target = engine((FULL,), max_num_seqs=8, max_num_batched_tokens=300)
+    scored = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0)
+    leaders = [target.make("a", ids(300, 1), scored), target.make("b", ids(63, 2), GREEDY)]
+    followers = [target.make(str(seed), ids(80, seed), GREEDY) for seed in (1, 2)]
+    for request in (leaders[0], followers[0]):
         target.add(request)
     target.step()
-    assert target.pages_used == (3, 3)
+    assert followers[0].seat >= 0
+    run(target)
+    for request in (leaders[1], followers[1]):
+        target.add(request)
+    target.step()
+    assert followers[1].seat >= 0
+    run(target)
+    third, fourth = (target.make(str(i), [*ids(400, 3), i], GREEDY) for i in (5, 6))
+    target.add(third)
+    target.step()
+    target.forget_prefixes()
+    target.add(fourth)
+    target.step()
+    assert fourth.seat >= 0
+    run(target)
+
+
+def test_equal_pages_of_one_step_become_one():
+    """Answers that turn out alike."""
+    target = engine((FULL, WIDE))
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    requests = [target.make(str(i), ids(60), long) for i in range(3)]
+    for request in requests:
+        target.add(request)
+    for _ in range(6):
+        target.step()
+    assert target.pages_used == (1 + 3, 1 + 3)
     run(target)
     for request in requests:
         assert_right(request, target)
-    assert target.scheduler.pages.cached[0] == (192 + 199) // PAGE_SIZE
+    assert target.scheduler.pages.cached[0] == (60 + 199) // PAGE_SIZE
 
 
 def depth(node) -> int:
@@ -247,9 +292,9 @@ def test_the_offline_door_shows_what_was_shared():
     prompts = [[*ids(200), i] for i in range(12)]
     got = llm.generate(prompts, GREEDY)
     assert [o.outputs for o in got] == [o.outputs for o in off.generate(prompts, GREEDY)]
-    assert [o.num_cached_tokens for o in got] == [0] + [0] + [192] * 10
+    assert [o.num_cached_tokens for o in got] == [0] + [192] * 11
     assert [o.num_cached_tokens for o in off.generate(prompts[:1], GREEDY)] == [0]
-    assert llm.prefix_stats.hits == 10
+    assert llm.prefix_stats.hits == 11
     (piece, *_) = llm.stream(prompts[3], GREEDY)
     assert piece.num_cached_tokens == 192
     llm.reset_prefix_cache()

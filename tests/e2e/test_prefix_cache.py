@@ -1,0 +1,84 @@
+"""Shared prefixes on real programs: the tokens are eager's, and the log-probabilities those without the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deepinfer_compile as dc
+from tests import models
+from tests.e2e.parity import eager_tokens, prompts
+
+COUNT = 24
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 128,
+    "factor": 8.0,
+}
+SIZES: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 96, "max_num_seqs": 4}
+
+
+def ask(llm: dc.LLM, given: list[list[int]]) -> tuple[list[list[int]], list[float], list[int]]:
+    """Tokens, all log-probabilities, and how many prompt tokens were there already."""
+    params = dc.SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
+    outs = llm.generate(given, params)
+    found = [out.outputs[0] for out in outs]
+    scores = [entry[token].logprob for one in found for token, entry in zip(one.token_ids, one.logprobs or [])]
+    return [list(one.token_ids) for one in found], scores, [out.num_cached_tokens or 0 for out in outs]
+
+
+@pytest.mark.parametrize(
+    ("name", "native"),
+    [("llama", False), ("gemma", False), ("mistral", False), ("deepseek_v3", False), ("gpt_oss", False)]
+    + [pytest.param(name, True, marks=pytest.mark.slow) for name in models.CONFIGS],
+)
+def test_a_crowd_and_its_second_turn(name: str, native: bool, tmp_path: Path) -> None:
+    """Five prompts with one beginning, more than seats; then each goes on after its answer. fp32, 1e-4."""
+    model = models.make(name)
+    dc.build(model, tmp_path / "b", native=native)
+    on = dc.load(tmp_path / "b", native=native, **SIZES)
+    off = dc.load(tmp_path / "b", native=native, enable_prefix_caching=False, **SIZES)
+    shared = prompts(lengths=(140,))[0]
+    given = [[*shared, *tail] for tail in prompts(lengths=(1, 5, 17, 40, 70))]
+    for turn in range(2):
+        tokens, scores, cached = ask(on, given)
+        plain, expected, none = ask(off, given)
+        assert tokens == plain == [eager_tokens(model, p, COUNT) for p in given]
+        assert scores == pytest.approx(expected, abs=1e-4)
+        assert none == [0] * 5
+        assert cached[1:] == [128] * 4 if turn == 0 else min(cached) >= 128
+        given = [[*prompt, *answer, *prompts(lengths=(3,))[0]] for prompt, answer in zip(given, tokens)]
+    assert on.prefix_stats.hit_tokens > 0
+
+
+def test_frequencies_that_depend_on_length(tmp_path: Path) -> None:
+    """A prompt beyond the original length does not take rows that were rotated for a shorter one."""
+    model = models.make("phi", head_dim=16, rope_parameters=LONG, original_max_position_embeddings=128)
+    dc.build(model, tmp_path / "b", native=False)
+    llm = dc.load(tmp_path / "b", native=False, **SIZES)
+    assert llm.engine._executor.reads_hint
+    shared = prompts(lengths=(100,))[0]
+    for length, hit in ((110, 0), (150, 0), (150, 128), (110, 64), (90, 0)):
+        prompt = [*shared, *prompts(lengths=(100,))[0]][:length]
+        tokens, _, cached = ask(llm, [prompt])
+        assert cached == [hit]
+        assert tokens == [eager_tokens(model, prompt, COUNT)]
+
+
+def test_new_weights_find_no_old_rows(tmp_path: Path) -> None:
+    old, new = models.make("llama"), models.make("llama", seed=1)
+    new.save_pretrained(tmp_path / "new")
+    dc.build(old, tmp_path / "b", native=False)
+    llm = dc.load(tmp_path / "b", native=False, **SIZES)
+    given = prompts(lengths=(150,))
+    ask(llm, given)
+    assert ask(llm, given)[2] == [128]
+    llm.reload(tmp_path / "new")
+    tokens, _, cached = ask(llm, given)
+    assert cached == [0]
+    assert tokens == [eager_tokens(new, given[0], COUNT)]
