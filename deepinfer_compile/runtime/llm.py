@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Self
 
 from deepinfer_compile.errors import BadRequest
@@ -43,6 +44,8 @@ class LLM:
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
         prefix_cache_ttl: float = 180.0,
+        prefix_cache_folder: str | Path | None = None,
+        prefix_cache_bytes: int = 16 << 30,
         eos_token_ids: tuple[int, ...] = (),
         default_params: SamplingParams | None = None,
     ) -> None:
@@ -53,6 +56,8 @@ class LLM:
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,
             prefix_cache_ttl=prefix_cache_ttl,
+            prefix_cache_folder=prefix_cache_folder,
+            prefix_cache_bytes=prefix_cache_bytes,
         )
         known = text.eos_token_ids if text is not None else ()
         self.engine = Engine(executor, options, eos_token_ids=(*eos_token_ids, *known))
@@ -124,7 +129,7 @@ class LLM:
         return self.engine.prefix_stats
 
     def reset_prefix_cache(self) -> None:
-        """Reuse no cache rows written so far. From any thread; running requests go on."""
+        """Reuse no cache rows written so far, and delete those on disk. From any thread; running requests go on."""
         self.engine.forget_prefixes()
 
     def _submit(

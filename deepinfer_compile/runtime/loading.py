@@ -33,6 +33,7 @@ class BundleLLM(LLM):
 
     files: BundleFiles
     weights: dict[str, Tensor]
+    variant: str
 
     def reload(self, checkpoint: str | Path) -> None:
         """Take the weights of another checkpoint of the same model, in place; on any error none is changed.
@@ -45,7 +46,7 @@ class BundleLLM(LLM):
         try:
             reload_into(self.weights, self.files.ledger(), Checkpoint.open(Path(checkpoint)))
         finally:
-            self.reset_prefix_cache()
+            self.engine.forget_prefixes(_identity(self.files, self.variant, Path(checkpoint)))
 
 
 def load(
@@ -60,6 +61,8 @@ def load(
     memory_fraction: float = 0.5,
     enable_prefix_caching: bool = True,
     prefix_cache_ttl: float = 180.0,
+    prefix_cache_folder: str | Path | None = None,
+    prefix_cache_bytes: int = 16 << 30,
     checkpoint: str | Path | None = None,
 ) -> BundleLLM:
     """Open a bundle and make it ready to generate.
@@ -68,7 +71,8 @@ def load(
     everything but weight data, "full" that too. max_model_len: context of this process, at most what was built.
     memory_fraction: share of free memory for caches. enable_prefix_caching: prompts that start alike are read once;
     rows that are not used are kept for prefix_cache_ttl seconds, or until their place is needed. checkpoint: where
-    weights are, for a bundle without them.
+    weights are, for a bundle without them. prefix_cache_folder: keeps such rows for other processes, at most
+    prefix_cache_bytes of them.
     Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, WrongTarget, WeightMismatch, OutOfMemory, BadOption.
     """
     if not 0 < memory_fraction <= 1:
@@ -90,9 +94,11 @@ def load(
         max_model_len=max_model_len,
         enable_prefix_caching=enable_prefix_caching,
         prefix_cache_ttl=prefix_cache_ttl,
+        prefix_cache_folder=prefix_cache_folder,
+        prefix_cache_bytes=prefix_cache_bytes,
         eos_token_ids=eos,
     )
-    llm.files, llm.weights = files, weights
+    llm.files, llm.weights, llm.variant = files, weights, _variant_text(files, target, native)
     return llm
 
 
@@ -133,6 +139,7 @@ def open_executor(
         runners.state,
         runners.graphs(limit, draw),
         draw,
+        _identity(files, _variant_text(files, target, native), checkpoint),
     )
     return executor, held
 
@@ -156,6 +163,25 @@ def _variant(files: BundleFiles, target: str | None, native: bool) -> dict[str, 
             return variants[name]
         refusals.append(refusal)
     raise refusals[0]
+
+
+def _variant_text(files: BundleFiles, target: str | None, native: bool) -> str:
+    """The variant that runs, as text."""
+    return json.dumps(_variant(files, target, native), sort_keys=True)
+
+
+def _identity(files: BundleFiles, variant: str, checkpoint: Path | None) -> str:
+    """What decides cache rows beside their tokens: programs, weights, and what runs them.
+
+    The manifest names the contents of all files of the bundle. Weights elsewhere go by names, sizes and times.
+    """
+    source = files.manifest.weights
+    folder = checkpoint or (Path(source.folder) if source.mode != "copy" and source.folder else None)
+    parts = [(files.root / "manifest.json").read_text(), variant, torch.__version__]
+    for file in sorted(folder.resolve().glob("*.safetensors")) if folder is not None else ():
+        held = file.stat()
+        parts.append(f"{file} {held.st_size} {held.st_mtime_ns}")
+    return json.dumps(parts)
 
 
 def _refusal(name: str, variants: Mapping[str, Mapping[str, Any]]) -> WrongTarget | None:

@@ -29,8 +29,11 @@ from numpy.typing import NDArray
 
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.pages import Ints, Pages
+from deepinfer_compile.runtime.prefix_disk import DiskTier, digest_of
 from deepinfer_compile.runtime.request import Request
 
+Key = tuple[bytes, int]
+"""What a page holds beside what its parents hold: 64 tokens, and the hint if it matters."""
 NEVER = 1 << 62
 """Full pages of a seat that has nothing to add to the tree."""
 
@@ -43,6 +46,8 @@ class PrefixStats:
     hit_tokens: tokens of their prompts (and outputs, when preempted), and those that were not computed again.
     recomputed: tokens that were, although a cache group still had their rows. evictions: pages that were needed for
     others. expired: pages idle for too long. cached: idle pages with rows now, a number per cache group.
+    restored: pages taken from disk. damaged: files there that could not be used. disk_failures: pages that could not be
+    written. disk_pages, disk_bytes: files there now.
     """
 
     queries: int = 0
@@ -53,17 +58,23 @@ class PrefixStats:
     evictions: int = 0
     expired: int = 0
     cached: tuple[int, ...] = ()
+    restored: int = 0
+    damaged: int = 0
+    disk_failures: int = 0
+    disk_pages: int = 0
+    disk_bytes: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class Node:
     """A page of tokens after the tokens of its parent. pages: one per cache group, -1 where the rows are gone.
-    tips: running requests whose newest full page it is."""
+    digest: its name on disk. tips: running requests whose newest full page it is."""
 
     parent: Node | None
-    key: tuple[bytes, int]
+    key: Key
     pages: list[int]
-    children: dict[tuple[bytes, int], Node] = field(default_factory=dict)
+    digest: bytes
+    children: dict[Key, Node] = field(default_factory=dict)
     tips: int = 0
 
 
@@ -86,35 +97,51 @@ class PrefixCache:
     """The tree of kept pages of all cache groups.
 
     reads_hint: rows depend on the length of the prompt, see `StepInput.context_hint`. time_to_live: seconds.
+    disk: where pages outlive the process.
     """
 
     def __init__(
-        self, pages: Pages, *, seats: int, backtrack: int = 0, reads_hint: bool = True, time_to_live: float = 180.0
+        self,
+        pages: Pages,
+        *,
+        seats: int,
+        backtrack: int = 0,
+        reads_hint: bool = True,
+        time_to_live: float = 180.0,
+        disk: DiskTier | None = None,
     ) -> None:
-        self._groups = pages.groups
+        self.groups = pages.groups
         self._pages = pages
         self._backtrack, self._reads_hint, self._time_to_live = backtrack, reads_hint, time_to_live
         self._stats = PrefixStats()
+        self._disk = disk
         self._noted = np.zeros(seats, dtype=np.int64)
-        for i, group in enumerate(self._groups):
+        for i, group in enumerate(self.groups):
             group.pool.lost = partial(self._evict, i)
         self.reset()
 
     @property
     def stats(self) -> PrefixStats:
         """Counters since the beginning, as they are now."""
-        return replace(self._stats, cached=self._pages.cached)
+        found = replace(self._stats, cached=self._pages.cached)
+        return self._disk.count(found) if self._disk is not None else found
 
     def reset(self) -> None:
         """Begin with an empty tree; the pools have been reset too."""
-        self._root = Node(None, (b"", 0), [-1] * len(self._groups))
-        self._owners: list[dict[int, Node]] = [{} for _ in self._groups]
-        self._tip = [self._root] * len(self._noted)
+        root = self._disk.root if self._disk is not None else b""
+        self.root = Node(None, (b"", 0), [-1] * len(self.groups), root)
+        self.owners: list[dict[int, Node]] = [{} for _ in self.groups]
+        self._tip = [self.root] * len(self._noted)
         self._noted.fill(0)
 
-    def clear(self) -> None:
-        """Forget all rows. Running requests go on, and what they hold is not reused."""
-        for group, owners in zip(self._groups, self._owners):
+    def clear(self, identity: str = "") -> None:
+        """Forget all rows. Running requests go on, and what they hold is not reused.
+
+        identity: of the model from now on, whose pages on disk stay; without it, there is none on disk any more.
+        """
+        if self._disk is not None:
+            self._disk.clear(identity)
+        for group, owners in zip(self.groups, self.owners):
             for page in owners:
                 group.pool.forget(page)
         self.reset()
@@ -123,26 +150,20 @@ class PrefixCache:
     def find(self, request: Request) -> Hit:
         """The longest start of a request that is cached; its last token never is."""
         self._expire()
-        nodes = self._walk(request)
-        held = [0] * len(self._groups)
-        known = usable = 0
-        for n, node in enumerate(nodes, 1):
-            held = [count + 1 if page >= 0 else 0 for count, page in zip(held, node.pages)]
-            fits = [count >= n - group.first(n * PAGE_SIZE) for count, group in zip(held, self._groups)]
-            if all(fits):
-                usable = n
-            if all(fit for fit, group in zip(fits, self._groups) if group.reach is None):
-                known = n
+        if self._disk is not None:
+            self._disk.restore(self, request)
+        nodes = self.walk(request)
+        usable, known = self.reach([[page >= 0 for page in node.pages] for node in nodes])
         nodes = nodes[:usable]
         pages = [
             np.array([node.pages[i] for node in nodes[group.first(usable * PAGE_SIZE) :]], dtype=np.int32)
-            for i, group in enumerate(self._groups)
+            for i, group in enumerate(self.groups)
         ]
         return Hit(nodes, pages, known)
 
     def is_coming(self, request: Request, hit: Hit, others: Iterable[Request]) -> bool:
         """Whether one of the `others`, which run, is about to fill the page that a request lacks first after a hit."""
-        page, tip = len(hit.nodes), hit.nodes[-1] if hit.nodes else self._root
+        page, tip = len(hit.nodes), hit.nodes[-1] if hit.nodes else self.root
         if request.length <= (page + 1) * PAGE_SIZE:
             return False
         key = self._key(_tokens(request), page, len(request.prompt))
@@ -155,7 +176,7 @@ class PrefixCache:
 
     def join(self, seat: int, request: Request, hit: Hit | None) -> None:
         """Give a request that takes an empty seat the pages of a hit (None: it did not look for any)."""
-        self._tip[seat], self._noted[seat] = self._root, 0
+        self._tip[seat], self._noted[seat] = self.root, 0
         if hit is None:
             return
         self._stats.queries += 1
@@ -165,7 +186,7 @@ class PrefixCache:
         self._stats.recomputed += (hit.known - len(hit.nodes)) * PAGE_SIZE
         if not hit.nodes:
             return
-        for group, pages in zip(self._groups, hit.pages):
+        for group, pages in zip(self.groups, hit.pages):
             group.adopt(seat, group.first(hit.tokens), pages)
         self._move(seat, hit.nodes[-1], len(hit.nodes))
 
@@ -181,43 +202,72 @@ class PrefixCache:
                 changed |= self._add(seat, page, self._key(tokens, page, len(request(seat).prompt)))
         return changed
 
+    def store(self, request: Request) -> None:
+        """Write to disk what a request that ends leaves behind."""
+        if self._disk is not None and self._noted[request.seat] != NEVER:
+            self._disk.store(self, self._tip[request.seat], int(self._noted[request.seat]), request)
+
     def leave(self, seat: int, *, failed: bool) -> None:
         """Note that a seat gives its pages back. failed: they may hold wrong rows, so forget them."""
         node: Node | None = self._tip[seat]
-        self._move(seat, self._root, 0)
+        self._move(seat, self.root, 0)
         while failed and node is not None:
             above = node.parent
             for i, page in enumerate(list(node.pages)):
                 if page >= 0:
                     self._drop(i, page)
+                if self._disk is not None:
+                    self._disk.remove(node, i)
             node = above
 
-    def _walk(self, request: Request) -> list[Node]:
-        """The nodes of a request's full pages, its last token's not among them."""
+    def reach(self, there: list[list[bool]]) -> tuple[int, int]:
+        """How many pages a hit has, and how many the groups with whole contexts have. there: by page and group."""
+        held = [0] * len(self.groups)
+        known = usable = 0
+        for n, row in enumerate(there, 1):
+            held = [count + 1 if has else 0 for count, has in zip(held, row)]
+            fits = [count >= n - group.first(n * PAGE_SIZE) for count, group in zip(held, self.groups)]
+            if all(fits):
+                usable = n
+            if all(fit for fit, group in zip(fits, self.groups) if group.reach is None):
+                known = n
+        return usable, known
+
+    def child(self, node: Node, key: Key) -> Node:
+        found = node.children.get(key)
+        if found is None:
+            digest = digest_of(node.digest, key) if self._disk is not None else b""
+            found = node.children[key] = Node(node, key, [-1] * len(self.groups), digest)
+        return found
+
+    def keys(self, request: Request) -> list[Key]:
+        """Of a request's full pages, its last token's not among them."""
         tokens, prompt = _tokens(request), len(request.prompt)
+        return [self._key(tokens, page, prompt) for page in range((request.length - 1) // PAGE_SIZE)]
+
+    def walk(self, request: Request) -> list[Node]:
+        """The nodes of a request's full pages, its last token's not among them."""
         nodes: list[Node] = []
-        node: Node | None = self._root
-        for page in range((request.length - 1) // PAGE_SIZE):
-            node = node.children.get(self._key(tokens, page, prompt)) if node is not None else None
+        node: Node | None = self.root
+        for key in self.keys(request):
+            node = node.children.get(key) if node is not None else None
             if node is None:
                 break
             nodes.append(node)
         return nodes
 
-    def _key(self, tokens: Ints, page: int, prompt: int) -> tuple[bytes, int]:
+    def _key(self, tokens: Ints, page: int, prompt: int) -> Key:
         """What a page holds, beside what its parents hold. The hint of a row is max(prompt, position + 1)."""
         start = page * PAGE_SIZE
         return tokens[start : start + PAGE_SIZE].tobytes(), max(prompt, start + 1) if self._reads_hint else 0
 
-    def _add(self, seat: int, page: int, key: tuple[bytes, int]) -> bool:
+    def _add(self, seat: int, page: int, key: Key) -> bool:
         """Move a seat's tip to its next full page. Whether a page was exchanged."""
         tip = self._tip[seat]
-        node = tip.children.get(key)
-        if node is None:
-            node = tip.children[key] = Node(tip, key, [-1] * len(self._groups))
+        node = self.child(tip, key)
         self._move(seat, node, page + 1)
         changed = False
-        for i, group in enumerate(self._groups):
+        for i, group in enumerate(self.groups):
             own, known = int(group.table[seat, page]), node.pages[i]
             if own == known:
                 continue
@@ -225,19 +275,23 @@ class PrefixCache:
                 group.exchange(seat, page, known)
                 changed = True
                 continue
-            node.pages[i] = own
-            self._owners[i][own] = node
-            group.pool.keep(own)
+            self.own(node, i, own)
         return changed
+
+    def own(self, node: Node, group: int, page: int) -> None:
+        """A held page is the one of a node now."""
+        node.pages[group] = page
+        self.owners[group][page] = node
+        self.groups[group].pool.keep(page)
 
     def _move(self, seat: int, node: Node, noted: int) -> None:
         left = self._tip[seat]
         node.tips += 1
         left.tips -= 1
         self._tip[seat], self._noted[seat] = node, noted
-        self._prune(left)
+        self.prune(left)
 
-    def _prune(self, node: Node) -> None:
+    def prune(self, node: Node) -> None:
         """Take a node that leads to nothing out of the tree, and those above it that then lead to nothing."""
         while node.parent is not None and not node.children and not node.tips and max(node.pages, default=-1) < 0:
             node.parent.children.pop(node.key, None)
@@ -245,10 +299,10 @@ class PrefixCache:
 
     def _drop(self, group: int, page: int) -> None:
         """Forget the rows of a page."""
-        node = self._owners[group].pop(page)
+        node = self.owners[group].pop(page)
         node.pages[group] = -1
-        self._groups[group].pool.forget(page)
-        self._prune(node)
+        self.groups[group].pool.forget(page)
+        self.prune(node)
 
     def _evict(self, group: int, page: int) -> None:
         self._stats.evictions += 1
@@ -256,7 +310,7 @@ class PrefixCache:
 
     def _expire(self) -> None:
         """Forget pages that were idle for too long."""
-        for i, group in enumerate(self._groups):
+        for i, group in enumerate(self.groups):
             idle, oldest = group.pool.idle, group.pool.clock() - self._time_to_live
             while idle and next(iter(idle.values())) < oldest:
                 self._drop(i, next(iter(idle)))

@@ -110,6 +110,8 @@ class Scheduler:
         if request.seat < 0:
             self.waiting.remove(request)
             return
+        if self.prefix is not None and request.error is None:
+            self.prefix.store(request)
         self._vacate(request, failed=request.error is not None)
 
     def schedule(self) -> Plan | None:

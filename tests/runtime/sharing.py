@@ -55,16 +55,16 @@ def assert_pages(target: Engine) -> None:
         if cache is None:
             assert not pool.idle
             continue
-        assert sorted(cache._owners[i]) == np.flatnonzero(pool._kept).tolist()
-        assert set(pool.idle) <= set(cache._owners[i])
-        assert all(node.pages[i] == page for page, node in cache._owners[i].items())
+        assert sorted(cache.owners[i]) == np.flatnonzero(pool._kept).tolist()
+        assert set(pool.idle) <= set(cache.owners[i])
+        assert all(node.pages[i] == page for page, node in cache.owners[i].items())
     if cache is not None:
         assert_tree(cache)
 
 
 def assert_tree(cache) -> None:
     """Every node can be reached and leads to something."""
-    found, todo = [], [cache._root]
+    found, todo = [], [cache.root]
     while todo:
         node = todo.pop()
         found.append(id(node))
@@ -73,5 +73,5 @@ def assert_tree(cache) -> None:
             assert child.key == key
             todo.append(child)
             assert child.children or child.tips or max(child.pages, default=-1) >= 0
-    assert all(id(node) in found for owners in cache._owners for node in owners.values())
+    assert all(id(node) in found for owners in cache.owners for node in owners.values())
     assert all(id(tip) in found for tip in cache._tip)

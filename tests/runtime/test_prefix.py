@@ -172,7 +172,7 @@ def test_a_hit_ends_where_a_window_is_whole(lost):
     target = engine((FULL, WIDE))
     run(target, ids(330))
     cache = target.scheduler.prefix
-    page = next(p for p, node in cache._owners[1].items() if depth(node) == lost + 1)
+    page = next(p for p, node in cache.owners[1].items() if depth(node) == lost + 1)
     cache._drop(1, page)
     (request,) = run(target, ids(330))
     start = 320 if lost < 2 else lost * PAGE_SIZE
