@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +85,52 @@ def test_new_weights_find_no_old_rows(tmp_path: Path) -> None:
     tokens, _, cached = ask(llm, given)
     assert cached == [0]
     assert tokens == [eager_tokens(new, given[0], COUNT)]
+
+
+FRESH = """
+import json, sys
+import deepinfer_compile as dc
+llm = dc.load(sys.argv[1], native=sys.argv[2] == "native", prefix_cache_folder=sys.argv[3], max_model_len=512,
+              max_num_batched_tokens=96, max_num_seqs=4)
+(out,) = llm.generate(json.loads(sys.argv[4]), dc.SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+print(json.dumps([out.outputs[0].token_ids, out.num_cached_tokens, llm.prefix_stats.damaged]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "native"), [("llama", False), ("gemma", False), pytest.param("llama", True, marks=pytest.mark.slow)]
+)
+def test_a_new_process_finds_rows_on_disk(name: str, native: bool, tmp_path: Path) -> None:
+    model = models.make(name)
+    dc.build(model, tmp_path / "b", native=native)
+    (prompt,) = prompts(lengths=(200,))
+
+    def fresh() -> list[Any]:
+        kind = "native" if native else "graph"
+        command = [sys.executable, "-c", FRESH, str(tmp_path / "b"), kind, str(tmp_path / "c"), json.dumps([prompt])]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found: list[Any] = json.loads(done.stdout)
+        return found
+
+    want = eager_tokens(model, prompt, COUNT)
+    assert fresh() == [want, 0, 0]
+    assert fresh() == [want, 192, 0]
+    for file in (tmp_path / "c").glob("*/*.0.safetensors"):
+        file.write_bytes(file.read_bytes()[:-1])
+    found, cached, damaged = fresh()
+    assert (found, cached, damaged > 0) == (want, 0, True)
+
+
+def test_weights_that_come_back_find_their_rows_on_disk(tmp_path: Path) -> None:
+    old, new = models.make("llama"), models.make("llama", seed=1)
+    old.save_pretrained(tmp_path / "old")
+    new.save_pretrained(tmp_path / "new")
+    dc.build(old, tmp_path / "b", native=False)
+    llm = dc.load(tmp_path / "b", native=False, prefix_cache_folder=tmp_path / "c", **SIZES)
+    given = prompts(lengths=(150,))
+    for model, folder, hit in ((new, "new", 0), (old, "old", 0), (new, "new", 128)):
+        llm.reload(tmp_path / folder)
+        tokens, _, cached = ask(llm, given)
+        assert cached == [hit]
+        assert tokens == [eager_tokens(model, given[0], COUNT)]
