@@ -53,6 +53,25 @@ def test_a_window_keeps_only_what_is_needed_to_go_on(tmp_path):
     assert len(files(tmp_path)) == 1 + 3 - 1  # page 5 of the first group has that name too
 
 
+def test_the_same_question_is_found_although_its_answer_was_long(tmp_path):
+    long = SamplingParams(temperature=0, max_tokens=180, ignore_eos=True)
+    run(engine((FULL, NARROW), prefix_cache_folder=tmp_path), ids(130), params=long)
+    target = engine((FULL, NARROW), prefix_cache_folder=tmp_path)
+    (request,) = run(target, ids(130))
+    assert request.cached == 128
+    assert_right(request, target)
+
+
+def test_rows_that_depend_on_the_prompt_length_keep_to_it_on_disk(tmp_path):
+    cached = []
+    for length in (150, 160, 150):
+        target = engine(hint=True, prefix_cache_folder=tmp_path)
+        (request,) = run(target, ids(160)[:length])
+        cached.append(request.cached)
+        assert_right(request, target)
+    assert cached == [0, 0, 128]
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "gone", "other"])
 @pytest.mark.parametrize("at", [0, 2, 4])
 def test_a_damaged_page_is_a_miss(damage, at, tmp_path):
@@ -62,7 +81,7 @@ def test_a_damaged_page_is_a_miss(damage, at, tmp_path):
     while node.children:
         (node,) = node.children.values()
         chain.append(next(tmp_path.glob(f"*/{node.digest.hex()}.0.safetensors")))
-    target = engine((FULL,), prefix_cache_folder=tmp_path)
+    target = engine((FULL,), prefix_cache_folder=tmp_path, max_num_batched_tokens=80)
     content = chain[at].read_bytes()
     flipped = bytearray(content)
     flipped[-100] ^= 4
