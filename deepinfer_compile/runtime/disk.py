@@ -4,7 +4,8 @@ A page is a safetensors file of its own, named by a hash of the model and of all
 checksum of its contents. It is written to a temporary name and renamed, so that no reader sees half of one. A file that
 cannot be read, or is not what it says, is deleted and counted: the page is then computed again. The files of all models
 in a folder share its capacity; what was not used for the longest time goes first. Several processes may use one folder;
-each sees what was there when it began and what it wrote itself.
+each sees what was there when it began and what it wrote itself. Folders are made for their owner alone, since cache
+rows tell what was said; checksums detect damage, not malice.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class DiskPages:
         """From now on pages are those of another model."""
         self.root = hashlib.sha256(identity.encode()).digest()
         self._own = self.root.hex()[:32]
-        (self._folder / self._own).mkdir(parents=True, exist_ok=True)
+        (self._folder / self._own).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -119,7 +120,7 @@ class DiskPages:
 
     def _scan(self) -> None:
         """Take up what is there, the longest unused first."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = []
         for path in self._folder.glob("*/*"):
             held = path.stat()

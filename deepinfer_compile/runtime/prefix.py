@@ -115,6 +115,7 @@ class PrefixCache:
         self._backtrack, self._reads_hint, self._time_to_live = backtrack, reads_hint, time_to_live
         self._stats = PrefixStats()
         self._disk = disk
+        self._asked: tuple[Request | None, int, list[Key]] = (None, 0, [])
         self._noted = np.zeros(seats, dtype=np.int64)
         for i, group in enumerate(self.groups):
             group.pool.lost = partial(self._evict, i)
@@ -166,11 +167,9 @@ class PrefixCache:
         page, tip = len(hit.nodes), hit.nodes[-1] if hit.nodes else self.root
         if request.length <= (page + 1) * PAGE_SIZE:
             return False
-        key = self._key(_tokens(request), page, len(request.prompt))
+        key = self._key(request, page)
         return any(
-            self._tip[other.seat] is tip
-            and self._noted[other.seat] == page
-            and self._key(_tokens(other), page, len(other.prompt)) == key
+            self._tip[other.seat] is tip and self._noted[other.seat] == page and self._key(other, page) == key
             for other in others
         )
 
@@ -197,9 +196,8 @@ class PrefixCache:
         changed = False
         for i in grown.tolist():
             seat = int(seats[i])
-            tokens = _tokens(request(seat))
             for page in range(int(self._noted[seat]), int(full[i])):
-                changed |= self._add(seat, page, self._key(tokens, page, len(request(seat).prompt)))
+                changed |= self._add(seat, page, self._key(request(seat), page))
         return changed
 
     def store(self, request: Request) -> None:
@@ -241,9 +239,12 @@ class PrefixCache:
         return found
 
     def keys(self, request: Request) -> list[Key]:
-        """Of a request's full pages, its last token's not among them."""
-        tokens, prompt = _tokens(request), len(request.prompt)
-        return [self._key(tokens, page, prompt) for page in range((request.length - 1) // PAGE_SIZE)]
+        """Of a request's full pages, its last token's not among them. A request that waits asks at every step."""
+        asked, length, keys = self._asked
+        if asked is not request or length != request.length:
+            keys = [self._key(request, page) for page in range((request.length - 1) // PAGE_SIZE)]
+            self._asked = request, request.length, keys
+        return keys
 
     def walk(self, request: Request) -> list[Node]:
         """The nodes of a request's full pages, its last token's not among them."""
@@ -256,10 +257,14 @@ class PrefixCache:
             nodes.append(node)
         return nodes
 
-    def _key(self, tokens: Ints, page: int, prompt: int) -> Key:
+    def _key(self, request: Request, page: int) -> Key:
         """What a page holds, beside what its parents hold. The hint of a row is max(prompt, position + 1)."""
-        start = page * PAGE_SIZE
-        return tokens[start : start + PAGE_SIZE].tobytes(), max(prompt, start + 1) if self._reads_hint else 0
+        start, prompt = page * PAGE_SIZE, len(request.prompt)
+        tokens = request.prompt[start : start + PAGE_SIZE].tobytes()
+        if start + PAGE_SIZE > prompt:
+            answer = request.output_ids[max(start - prompt, 0) : start + PAGE_SIZE - prompt]
+            tokens += np.array(answer, dtype=np.int64).tobytes()
+        return tokens, max(prompt, start + 1) if self._reads_hint else 0
 
     def _add(self, seat: int, page: int, key: Key) -> bool:
         """Move a seat's tip to its next full page. Whether a page was exchanged."""
@@ -315,8 +320,3 @@ class PrefixCache:
             while idle and next(iter(idle.values())) < oldest:
                 self._drop(i, next(iter(idle)))
                 self._stats.expired += 1
-
-
-def _tokens(request: Request) -> Ints:
-    """Prompt and output."""
-    return np.concatenate((request.prompt, np.array(request.output_ids, dtype=np.int64)))

@@ -177,6 +177,7 @@ def test_a_folder_that_cannot_be_used_is_refused_and_a_failed_write_counted(tmp_
     with pytest.raises(BadOption, match="prefix_cache_folder"):
         DiskPages(tmp_path / "file", "m", 10**6)
     disk = DiskPages(tmp_path / "there", "m", 10**6)
+    assert (tmp_path / "there").stat().st_mode & 0o777 == 0o700
     for folder in (tmp_path / "there").iterdir():
         folder.rmdir()
     disk.write(NAME, 0, page(0))
