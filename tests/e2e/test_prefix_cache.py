@@ -37,8 +37,8 @@ def ask(llm: dc.LLM, given: list[list[int]]) -> tuple[list[list[int]], list[floa
 
 @pytest.mark.parametrize(
     ("name", "native"),
-    [("gemma", False), ("mistral", False)]
-    + [pytest.param(name, False, marks=pytest.mark.slow) for name in ("llama", "deepseek_v3", "gpt_oss")]
+    [("gemma", False)]
+    + [pytest.param(name, False, marks=pytest.mark.slow) for name in ("llama", "mistral", "deepseek_v3", "gpt_oss")]
     + [pytest.param(name, True, marks=pytest.mark.slow) for name in models.CONFIGS],
 )
 def test_a_crowd_and_its_second_turn(name: str, native: bool, tmp_path: Path) -> None:
