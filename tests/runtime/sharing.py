@@ -9,7 +9,7 @@ import numpy as np
 from deepinfer_compile.runtime.engine import Engine, EngineOptions
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.request import Request
-from tests.runtime.fakes import GROUPS, VOCAB, HashExecutor, Oracle
+from tests.runtime.fakes import GROUPS, VOCAB, Answer, HashExecutor, Oracle, distance, distribution, noise
 
 PLENTY = 10**9
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -37,8 +37,26 @@ def run(target: Engine, *prompts: list[int], params: SamplingParams = GREEDY) ->
 def assert_right(request: Request, target: Engine) -> None:
     executor = target._executor
     oracle = Oracle(executor.groups, max_model_len=target.max_model_len, hint=executor.reads_hint)
-    want = oracle.run(request.prompt.tolist(), request.params, request.seed).tokens
-    assert request.output_ids == (want[: len(request.output_ids)] if request.finish_reason == "abort" else want)
+    got = request.output_ids
+    want = oracle.run(request.prompt.tolist(), request.params, request.seed, got)
+    if request.finish_reason == "abort":
+        want.tokens = want.tokens[: len(got)]
+    assert got == want.tokens, explain(request, want)
+
+
+def explain(request: Request, want: Answer) -> str:
+    """Where a request left the oracle, and how close the decision was."""
+    got, found, params = request.output_ids, want.tokens, request.params
+    at = next((i for i, pair in enumerate(zip(got, found)) if pair[0] != pair[1]), min(len(got), len(found)))
+    text = f"{request.id}: seed {request.seed}, {params}, prompt of {len(request.prompt)}, {request.cached} cached: "
+    if at == min(len(got), len(found)):
+        return text + f"{len(got)} tokens, not {len(found)}"
+    logits, draw = want.logits[at], noise(request.seed, at)
+    probs = distribution(logits, params, request.prompt.tolist(), found[:at])
+    return text + (
+        f"token {at} is {got[at]} with logit {logits[got[at]]}, the oracle's is {found[at]} with {logits[found[at]]}, "
+        f"the best two are {np.sort(logits)[-2:]}; draw {draw} is {distance(probs, draw, got[at])} from choosing it"
+    )
 
 
 def assert_pages(target: Engine) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from deepinfer_compile.runtime.batch import CacheGroup
 from deepinfer_compile.runtime.engine import Engine
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.request import Request
 from tests.runtime.fakes import FULL, GROUPS, NARROW, WIDE
-from tests.runtime.sharing import assert_pages, assert_right, engine, ids
+from tests.runtime.sharing import assert_pages, assert_right, engine, ids, run
 
 NARROW_ONLY = (CacheGroup("one", 1, 700), CacheGroup("nine", 9, 700))
 GROUP_SETS = [GROUPS, (FULL,), (NARROW, WIDE), (FULL, WIDE), (CacheGroup("one", 1, 8), FULL), NARROW_ONLY]
@@ -30,6 +28,7 @@ def play(target: Engine, rng: random.Random, count: int) -> list[Request]:
             temperature=rng.choice([0, 1]),
             max_tokens=rng.choice([1, 3, 30, 90]),
             ignore_eos=True,
+            seed=rng.getrandbits(64),
             prompt_logprobs=rng.choice([None] * 8 + [0]),
         )
         waiting.append(target.make(str(i), prompt, params))
@@ -71,8 +70,7 @@ def compare(seed: int, count: int, *, hint: bool) -> int:
     return target.prefix_stats.hits
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.integers(0, 10**6))
+@pytest.mark.parametrize("seed", range(25))
 def test_shared_prefixes_change_no_token(seed):
     compare(seed, 12, hint=seed % 5 == 0)
 
@@ -100,3 +98,16 @@ def test_windows_alone_with_few_pages():
     for request in play(target, rng, 60):
         assert_right(request, target)
     assert min(target.prefix_stats.hits, target.prefix_stats.evictions) > 0
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_draw_on_the_border_of_two_tokens_may_be_either_and_nothing_else(cache):
+    """This seed's first draw is 9e-9 from the border between tokens 57 and 58: f32 and f64 sums choose differently."""
+    target = engine((FULL,), enable_prefix_caching=cache)
+    params = SamplingParams(max_tokens=2, ignore_eos=True, seed=1241150)
+    for request in run(target, ids(70), ids(70), params=params):
+        assert_right(request, target)
+        assert request.output_ids[0] in (57, 58)
+        request.output_ids[0] = 56
+        with pytest.raises(AssertionError, match=r"seed 1241150, .*token 0 is 56 .* from choosing it"):
+            assert_right(request, target)
