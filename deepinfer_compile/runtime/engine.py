@@ -65,6 +65,13 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise BadOption(name=name, value=value, reason=f"it is below {low}", fix=f"use {low} or more")
+        if self.prefix_cache_folder is not None and not self.enable_prefix_caching:
+            raise BadOption(
+                name="prefix_cache_folder",
+                value=str(self.prefix_cache_folder),
+                reason="enable_prefix_caching is off",
+                fix="leave it out, or turn enable_prefix_caching on",
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise BadOption(
                 name="max_num_batched_tokens",
@@ -117,6 +124,7 @@ class Engine:
         self._ahead: Ahead | None = None
         self._outdated = False
         self._outdated: str | None = None
+        self._outdated: deque[str] = deque()
         executor.allocate(counts)
 
     @property
@@ -139,7 +147,7 @@ class Engine:
 
         identity: of the model that the executor runs now; without it, pages on disk are deleted too.
         """
-        self._outdated = identity
+        self._outdated.append(identity)
 
     def make(
         self,
@@ -187,10 +195,10 @@ class Engine:
 
     def reap(self) -> None:
         """Take up arrivals and cancellations without running the model."""
-        if self._outdated is not None:
-            identity, self._outdated = self._outdated, None
+        while self._outdated:
             if self.scheduler.prefix is not None:
-                self.scheduler.prefix.clear(identity)
+                self.scheduler.prefix.clear(self._outdated[0])
+            self._outdated.popleft()  # not before: an interrupted step leaves it to the next
         while self._arrived:
             request = self._arrived.popleft()
             self._alive[request.id] = request

@@ -129,8 +129,10 @@ class LLM:
         return self.engine.prefix_stats
 
     def reset_prefix_cache(self) -> None:
-        """Reuse no cache rows written so far, and delete those on disk. From any thread; running requests go on."""
+        """Reuse no cache rows written so far, and delete those on disk. From any thread; running requests go on, and
+        what they hold is not reused. Waits for the step that another thread is running."""
         self.engine.forget_prefixes()
+        self._driver.reap()
 
     def _submit(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,15 @@ from torch import Tensor
 
 import deepinfer_compile.ops  # noqa: F401  (graphs name the dialect's operations)
 from deepinfer_compile.bundle import BundleFiles, Checkpoint, read_bundle, reload_into
-from deepinfer_compile.errors import BadOption, BadRequest, BundleCorrupt, ContextTooLong, MissingWeight, WrongTarget
+from deepinfer_compile.errors import (
+    BadOption,
+    BadRequest,
+    BundleCorrupt,
+    CompileError,
+    ContextTooLong,
+    MissingWeight,
+    WrongTarget,
+)
 from deepinfer_compile.runtime.drawing import Draw, KernelDraw
 from deepinfer_compile.runtime.executor import BundleExecutor, DecodeSteps, ProgramRunner, Runner
 from deepinfer_compile.runtime.interpret import GraphFunction
@@ -43,10 +52,16 @@ class BundleLLM(LLM):
         """
         if self.active:
             raise BadRequest(request=self.active[0], reason="it is running", fix="reload when all requests are done")
+        source = Checkpoint.open(Path(checkpoint))
+        identity = _identity(self.files, self.variant, Path(checkpoint))
         try:
-            reload_into(self.weights, self.files.ledger(), Checkpoint.open(Path(checkpoint)))
-        finally:
-            self.engine.forget_prefixes(_identity(self.files, self.variant, Path(checkpoint)))
+            reload_into(self.weights, self.files.ledger(), source)
+        except CompileError:  # then no tensor was touched
+            raise
+        except BaseException:
+            self.engine.forget_prefixes(secrets.token_hex(16))  # weights of both are no model's
+            raise
+        self.engine.forget_prefixes(identity)
 
 
 def load(
@@ -178,9 +193,10 @@ def _identity(files: BundleFiles, variant: str, checkpoint: Path | None) -> str:
     source = files.manifest.weights
     folder = checkpoint or (Path(source.folder) if source.mode != "copy" and source.folder else None)
     parts = [(files.root / "manifest.json").read_text(), variant, torch.__version__]
-    for file in sorted(folder.resolve().glob("*.safetensors")) if folder is not None else ():
-        held = file.stat()
-        parts.append(f"{file} {held.st_size} {held.st_mtime_ns}")
+    for file in sorted(folder.resolve().iterdir()) if folder is not None else ():
+        if file.suffix in (".safetensors", ".json") and file.is_file():
+            held = file.stat()
+            parts.append(f"{file} {held.st_size} {held.st_mtime_ns}")
     return json.dumps(parts)
 
 

@@ -113,27 +113,35 @@ class DiskTier:
         return done
 
     def _read(self, tree: PrefixCache, keys: list[Key], wanted: list[set[int]]) -> bool:
-        """Read the wanted pages of each group into pages that are idle afterwards; False at the first that fails."""
+        """Read the wanted pages of each group into pages that are idle afterwards; False at the first that fails.
+
+        All are taken before a node is made: to take one may prune nodes that no page or request keeps in the tree.
+        """
+        taken = [group.pool.take(len(pages)) for group, pages in zip(tree.groups, wanted)]
+        left = [iter(pages.tolist()) for pages in taken]
         node, whole = tree.root, True
-        taken: list[list[int]] = [[] for _ in tree.groups]
         for page, key in enumerate(keys):
             node = tree.child(node, key)
-            for i, group in enumerate(tree.groups):
-                if not whole or page not in wanted[i]:
-                    continue
-                own = int(group.pool.take(1)[0])
-                taken[i].append(own)
-                rows = self._disk.read(node.digest, i)
-                whole = rows is not None and self._rows.write_page(i, own, rows)
-                if whole:
-                    tree.own(node, i, own)
-                    self._restored += 1
-                else:
-                    self._disk.remove(node.digest, i)
+            for i in range(len(tree.groups)):
+                whole = whole and (page not in wanted[i] or self._read_page(tree, node, i, next(left[i])))
+            if not whole:
+                break
         for group, pages in zip(tree.groups, taken):
-            group.pool.give(np.array(pages, dtype=np.int32))
+            group.pool.give(pages)
         tree.prune(node)
         return whole
+
+    def _read_page(self, tree: PrefixCache, node: Node, group: int, page: int) -> bool:
+        """Read a node's page of one group; False where the file is of no use, and there no more."""
+        rows = self._disk.read(node.digest, group)
+        if rows is None:
+            return False
+        if not self._rows.write_page(group, page, rows):
+            self._disk.discard(node.digest, group)
+            return False
+        tree.own(node, group, page)
+        self._restored += 1
+        return True
 
 
 def digest_of(parent: bytes, key: Key) -> bytes:

@@ -268,6 +268,28 @@ def test_a_reset_forgets_everything(running):
     assert_right(second, target)
 
 
+def test_an_interrupted_reset_is_made_again(monkeypatch):
+    target = engine((FULL,))
+    run(target, ids(200))
+    cache = target.scheduler.prefix
+    whole = cache.clear
+    seen = []
+
+    def clear(identity):
+        seen.append(identity)
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        whole(identity)
+
+    monkeypatch.setattr(cache, "clear", clear)
+    target.forget_prefixes()
+    target.forget_prefixes("new")
+    with pytest.raises(KeyboardInterrupt):
+        target.reap()
+    assert run(target, ids(200))[0].cached == 0
+    assert seen == ["", "", "new"]
+
+
 @pytest.mark.parametrize("backtrack", [0, 1, 64, 70])
 def test_tokens_that_may_be_dropped_are_not_shared(backtrack):
     target = engine(backtrack=backtrack)
@@ -284,6 +306,8 @@ def test_without_the_cache_nothing_is_kept():
     run(target, [1])
     with pytest.raises(BadOption, match="prefix_cache_ttl"):
         EngineOptions(prefix_cache_ttl=-1)
+    with pytest.raises(BadOption, match="enable_prefix_caching is off"):
+        EngineOptions(enable_prefix_caching=False, prefix_cache_folder="somewhere")
 
 
 def test_the_offline_door_shows_what_was_shared():
@@ -298,4 +322,5 @@ def test_the_offline_door_shows_what_was_shared():
     (piece, *_) = llm.stream(prompts[3], GREEDY)
     assert piece.num_cached_tokens == 192
     llm.reset_prefix_cache()
+    assert llm.prefix_stats.cached == (0, 0, 0)
     assert llm.generate(prompts[3], GREEDY)[0].num_cached_tokens == 0

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +18,7 @@ from deepinfer_compile.runtime.disk import DiskPages
 from deepinfer_compile.runtime.engine import Engine, EngineOptions
 from deepinfer_compile.runtime.params import SamplingParams
 from tests.runtime.fakes import FULL, GROUPS, NARROW, WIDE, HashExecutor
-from tests.runtime.sharing import PLENTY, assert_pages, assert_right, engine, ids, run
+from tests.runtime.sharing import GREEDY, PLENTY, assert_pages, assert_right, assert_tree, engine, ids, run
 from tests.runtime.test_prefix_runs import play
 
 NAME = b"n" * 32
@@ -164,12 +167,54 @@ def test_the_folder_stays_within_its_capacity(tmp_path):
 
 def test_half_written_files_of_killed_processes_go(tmp_path):
     DiskPages(tmp_path, "m", 10**6).write(NAME, 0, page(0))
-    old, new = (files(tmp_path)[0].with_name(f"{n}.safetensors.1.tmp") for n in "ab")
+    old, new = (files(tmp_path)[0].with_name(f"{NAME.hex()}.1.safetensors.{n * 16}.tmp") for n in "ab")
     for draft in (old, new):
         draft.write_bytes(b"x")
     os.utime(old, (0, 0))
     assert len(DiskPages(tmp_path, "m", 10**6)) == 1
     assert (old.exists(), new.exists()) == (False, True)
+
+
+def test_a_draft_has_a_name_of_its_own(tmp_path, monkeypatch):
+    """Two engines of a process, or of two containers with equal process numbers, may write one page at once."""
+    drafts = []
+    monkeypatch.setattr("deepinfer_compile.runtime.disk.save_file", lambda rows, path, meta: drafts.append(path))
+    for disk in (DiskPages(tmp_path, "m", 10**6), DiskPages(tmp_path, "m", 10**6)):
+        disk.write(NAME, 0, page(0))
+    assert len({draft.name for draft in drafts}) == 2
+
+
+def test_files_that_are_no_pages_are_left_alone(tmp_path):
+    """As in a folder that holds models too."""
+    others = [tmp_path / "model" / "model.safetensors", tmp_path / ("a" * 32) / "model-1.0.safetensors"]
+    others += [tmp_path / "model" / f"{NAME.hex()}.0.safetensors", tmp_path / "model" / "x.tmp"]
+    for other in others:
+        other.parent.mkdir(exist_ok=True)
+        other.write_bytes(b"weights")
+        os.utime(other, (0, 0))
+    disk = DiskPages(tmp_path, "m", 0)
+    disk.write(NAME, 0, page(0))
+    disk.clear()
+    assert (len(disk), disk.size) == (0, 0)
+    assert all(other.exists() for other in others)
+
+
+def test_a_file_that_goes_while_the_folder_is_read_is_not_there(tmp_path, monkeypatch):
+    disk = DiskPages(tmp_path, "m", 10**6)
+    disk.write(NAME, 0, page(0))
+    there = files(tmp_path)
+    monkeypatch.setattr(Path, "glob", lambda *_: [*there, there[0].with_name(f"{NAME.hex()}.7.safetensors")])
+    assert len(DiskPages(tmp_path, "m", 10**6)) == 1
+
+
+def test_a_reset_deletes_what_another_process_wrote_meanwhile(tmp_path):
+    first, other = DiskPages(tmp_path, "m", 10**6), DiskPages(tmp_path, "m", 10**6)
+    stranger = DiskPages(tmp_path, "another", 10**6)
+    for disk in (other, stranger):
+        disk.write(NAME, 0, page(0))
+    first.clear()
+    assert other.read(NAME, 0) is None
+    assert stranger.read(NAME, 0) is not None
 
 
 def test_a_folder_that_cannot_be_used_is_refused_and_a_failed_write_counted(tmp_path):
@@ -178,10 +223,65 @@ def test_a_folder_that_cannot_be_used_is_refused_and_a_failed_write_counted(tmp_
         DiskPages(tmp_path / "file", "m", 10**6)
     disk = DiskPages(tmp_path / "there", "m", 10**6)
     assert (tmp_path / "there").stat().st_mode & 0o777 == 0o700
-    for folder in (tmp_path / "there").iterdir():
-        folder.rmdir()
+    (home,) = (tmp_path / "there").iterdir()
+    assert home.stat().st_mode & 0o777 == 0o700
+    home.rmdir()
     disk.write(NAME, 0, page(0))
-    assert (disk.failures, len(disk)) == (1, 0)
+    assert (disk.failures, len(disk)) == (0, 1)
+    shutil.rmtree(home)
+    home.write_text("")
+    disk.write(NAME, 1, page(1))
+    assert (disk.failures, disk.has(NAME, 1)) == (1, False)
+    disk.clear()
+
+
+def test_a_file_that_cannot_be_deleted_or_touched_stops_no_one(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError("read-only")
+
+    disk = DiskPages(tmp_path, "m", 10**6)
+    for i in range(2):
+        disk.write(NAME, i, page(i))
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert disk.read(NAME, 0) is not None
+    files(tmp_path)[1].write_bytes(b"")
+    assert disk.read(NAME, 1) is None
+    assert (disk.damaged, disk.failures, disk.has(NAME, 1)) == (1, 1, False)
+    disk.clear()
+    assert (len(disk), disk.size) == (0, 0)
+
+
+def test_one_wrong_bit_anywhere_is_found(tmp_path):
+    disk = DiskPages(tmp_path, "m", 10**6)
+    small = {"a": torch.ones(2, 3, dtype=torch.bfloat16)}
+    disk.write(NAME, 0, small)
+    content = files(tmp_path)[0].read_bytes()
+    for at in range(len(content)):
+        wrong = bytearray(content)
+        wrong[at] ^= 1 << at % 8
+        disk.write(NAME, 0, small)
+        files(tmp_path)[0].write_bytes(bytes(wrong))
+        found = disk.read(NAME, 0)
+        assert found is None or (at < len(content) - 12 and torch.equal(found["a"], small["a"]))
+
+
+def test_a_page_read_from_disk_is_found_although_its_place_was_a_branch(tmp_path):
+    """The page that goes for it is the only one below its own node, which must not go with it."""
+    target = engine((FULL,), prefix_cache_folder=tmp_path)
+    start, one, two, other = (ids(PAGE_SIZE, seed) for seed in range(4))
+    for prompt in ([*start, *one, 1], [*start, *two, 1], [*other, 1]):
+        run(target, prompt)
+    cache, pool = target.scheduler.prefix, target.scheduler.pages.groups[0].pool
+    (node,) = (child for child in cache.root.children.values() if child.children)
+    lost = [node, *(child for child in node.children.values() if child.key[0] == np.array(two).tobytes())]
+    for one_lost in lost[::-1]:
+        cache._drop(0, one_lost.pages[0])
+    pool.take(pool._unused)
+    request = target.make("again", [*start, *two, 1], GREEDY)
+    assert cache.find(request).tokens == 2 * PAGE_SIZE
+    assert target.prefix_stats.restored == 2
+    assert_tree(cache)
 
 
 @pytest.mark.parametrize("seed", range(4))
