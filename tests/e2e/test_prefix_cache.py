@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import deepinfer_compile as dc
+from deepinfer_compile.runtime import loading
 from tests import models
 from tests.e2e.parity import eager_tokens, prompts
 
-COUNT = 24
+COUNT = 12
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -82,6 +83,10 @@ def test_new_weights_find_no_old_rows(tmp_path: Path) -> None:
     given = prompts(lengths=(150,))
     ask(llm, given)
     assert ask(llm, given)[2] == [128]
+    models.make("llama", hidden_size=32, num_attention_heads=2).save_pretrained(tmp_path / "wrong")
+    with pytest.raises(dc.CompileError):
+        llm.reload(tmp_path / "wrong")
+    assert ask(llm, given)[2] == [128]
     llm.reload(tmp_path / "new")
     tokens, _, cached = ask(llm, given)
     assert cached == [0]
@@ -93,7 +98,7 @@ import json, sys
 import deepinfer_compile as dc
 llm = dc.load(sys.argv[1], native=sys.argv[2] == "native", prefix_cache_folder=sys.argv[3], max_model_len=512,
               max_num_batched_tokens=96, max_num_seqs=4)
-(out,) = llm.generate(json.loads(sys.argv[4]), dc.SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
+(out,) = llm.generate(json.loads(sys.argv[4]), dc.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
 print(json.dumps([out.outputs[0].token_ids, out.num_cached_tokens, llm.prefix_stats.damaged]))
 """
 
@@ -104,7 +109,7 @@ print(json.dumps([out.outputs[0].token_ids, out.num_cached_tokens, llm.prefix_st
 def test_a_new_process_finds_rows_on_disk(name: str, native: bool, tmp_path: Path) -> None:
     model = models.make(name)
     dc.build(model, tmp_path / "b", native=native)
-    (prompt,) = prompts(lengths=(200,))
+    (prompt,) = prompts(lengths=(150,))
 
     def fresh() -> list[Any]:
         kind = "native" if native else "graph"
@@ -115,15 +120,18 @@ def test_a_new_process_finds_rows_on_disk(name: str, native: bool, tmp_path: Pat
         return found
 
     want = eager_tokens(model, prompt, COUNT)
-    assert fresh() == [want, 0, 0]
-    assert fresh() == [want, 192, 0]
+    first = dc.load(tmp_path / "b", native=native, prefix_cache_folder=tmp_path / "c", **SIZES)
+    assert ask(first, [prompt])[::2] == ([want], [0])
+    assert fresh() == [want, 128, 0]
+    if not native:
+        return
     for file in (tmp_path / "c").glob("*/*.0.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
     found, cached, damaged = fresh()
     assert (found, cached, damaged > 0) == (want, 0, True)
 
 
-def test_weights_that_come_back_find_their_rows_on_disk(tmp_path: Path) -> None:
+def test_weights_that_come_back_find_their_rows_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = models.make("llama"), models.make("llama", seed=1)
     old.save_pretrained(tmp_path / "old")
     new.save_pretrained(tmp_path / "new")
@@ -135,3 +143,14 @@ def test_weights_that_come_back_find_their_rows_on_disk(tmp_path: Path) -> None:
         tokens, _, cached = ask(llm, given)
         assert cached == [hit]
         assert tokens == [eager_tokens(model, given[0], COUNT)]
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loading, "reload_into", stop)
+    with pytest.raises(KeyboardInterrupt):
+        llm.reload(tmp_path / "old")
+    assert ask(llm, given)[2] == [0]  # weights may be of both
+    monkeypatch.undo()
+    llm.reload(tmp_path / "old")
+    assert ask(llm, given)[2] == [128]
