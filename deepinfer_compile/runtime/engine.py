@@ -348,8 +348,8 @@ class Engine:
             if found is not None and reason == "length":
                 request.finish_reason, request.stop_reason = "stop", found
         del self._alive[request.id]
-        self.scheduler.remove(request)
         request.report()
+        self.scheduler.remove(request)  # last: it may write to disk, and whoever waits must hear of the end
 
 
 def _prefix_cache(pages: Pages, executor: Executor, options: EngineOptions) -> PrefixCache:

@@ -274,7 +274,7 @@ class PrefixCache:
         changed = False
         for i, group in enumerate(self.groups):
             own, known = int(group.table[seat, page]), node.pages[i]
-            if own == known:
+            if own < 0 or own == known:  # given back already, for a step that is under way
                 continue
             if known >= 0:
                 group.exchange(seat, page, known)

@@ -268,6 +268,20 @@ def test_a_reset_forgets_everything(running):
     assert_right(second, target)
 
 
+def test_the_end_is_reported_although_storing_is_interrupted(monkeypatch):
+    def stop(_):
+        raise KeyboardInterrupt
+
+    target = engine((FULL,))
+    monkeypatch.setattr(target.scheduler.prefix, "store", stop)
+    request = target.make("r", ids(100), GREEDY)
+    target.add(request)
+    with pytest.raises(KeyboardInterrupt):
+        run(target)
+    assert request.sink[-1].finished
+    assert (target.alive, target.pages_used) == (0, (0,))
+
+
 def test_an_interrupted_reset_is_made_again(monkeypatch):
     target = engine((FULL,))
     run(target, ids(200))
