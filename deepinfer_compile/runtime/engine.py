@@ -122,8 +122,6 @@ class Engine:
         self._arrived: deque[Request] = deque()
         self._cancelled: deque[str] = deque()
         self._ahead: Ahead | None = None
-        self._outdated = False
-        self._outdated: str | None = None
         self._outdated: deque[str] = deque()
         executor.allocate(counts)
 

@@ -91,16 +91,13 @@ class HashExecutor:
 
     def start(self, inputs: StepInput, numbers, *, following: bool = False) -> None:
         return None
+
     def read_page(self, group: int, page: int) -> dict[str, torch.Tensor]:
         return {"rows": torch.from_numpy(self.caches[group][page].view(np.int64).copy())}
 
     def write_page(self, group: int, page: int, rows) -> bool:
         self.caches[group][page] = rows["rows"].numpy().view(np.uint64)
         return True
-
-    def step_and_draw(self, inputs: StepInput, numbers) -> tuple[torch.Tensor, np.ndarray]:
-        logits = self.step(inputs)
-        return logits, self.draw(logits, numbers)
 
     @staticmethod
     def _seen(cache, table, group: CacheGroup, length: int, new: int, column: int) -> np.ndarray:

@@ -15,8 +15,8 @@ PLENTY = 10**9
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
-def engine(groups=GROUPS, *, hint: bool = False, limit: int = 512, **options) -> Engine:
-    executor = HashExecutor(groups, max_model_len=limit, hint=hint)
+def engine(groups=GROUPS, *, hint: bool = False, limit: int = 512, kind=HashExecutor, **options) -> Engine:
+    executor = kind(groups=groups, max_model_len=limit, hint=hint)
     return Engine(executor, EngineOptions(**{"memory_bytes": PLENTY, **options}))
 
 

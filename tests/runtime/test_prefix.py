@@ -11,6 +11,7 @@ from deepinfer_compile.runtime.llm import LLM
 from deepinfer_compile.runtime.params import SamplingParams
 from tests.runtime.fakes import FULL, GROUPS, NARROW, VOCAB, WIDE, Codec, HashExecutor
 from tests.runtime.sharing import GREEDY, PLENTY, assert_pages, assert_right, engine, ids, run
+from tests.runtime.test_ahead import Flying
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (NARROW,), (WIDE,), GROUPS, (CacheGroup("one", 1, 8),), ()])
@@ -159,6 +160,18 @@ def test_equal_pages_of_one_step_become_one():
     for request in requests:
         assert_right(request, target)
     assert target.scheduler.pages.cached[0] == (60 + 199) // PAGE_SIZE
+
+
+@pytest.mark.parametrize("window", [1, 2, 64])
+def test_equal_pages_of_steps_that_start_ahead_become_one(window):
+    """A window of one position gives a page back for the step under way, before the step that filled it has ended."""
+    target = engine((CacheGroup("narrow", window, 8), FULL), kind=Flying)
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    requests = run(target, ids(60), ids(60), params=long)
+    assert target._executor.following > 150
+    for request in requests:
+        assert_right(request, target)
+    assert target.scheduler.pages.cached[1] == (60 + 199) // PAGE_SIZE
 
 
 def depth(node) -> int:

@@ -10,8 +10,9 @@ from deepinfer_compile.runtime.batch import CacheGroup
 from deepinfer_compile.runtime.engine import Engine
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.request import Request
-from tests.runtime.fakes import FULL, GROUPS, NARROW, WIDE
+from tests.runtime.fakes import FULL, GROUPS, NARROW, WIDE, HashExecutor
 from tests.runtime.sharing import assert_pages, assert_right, engine, ids, run
+from tests.runtime.test_ahead import Flying
 
 NARROW_ONLY = (CacheGroup("one", 1, 700), CacheGroup("nine", 9, 700))
 GROUP_SETS = [GROUPS, (FULL,), (NARROW, WIDE), (FULL, WIDE), (CacheGroup("one", 1, 8), FULL), NARROW_ONLY]
@@ -62,7 +63,7 @@ def compare(seed: int, count: int, *, hint: bool) -> int:
         "memory_bytes": rng.choice([12_000, 20_000, 40_000]),
         "backtrack": rng.choice([0, 0, 5]),
     }
-    target = engine(groups, hint=hint, limit=limit, **options)
+    target = engine(groups, hint=hint, limit=limit, kind=rng.choice([HashExecutor, Flying]), **options)
     for request in play(target, rng, count):
         assert request.finish_reason is not None
         assert_right(request, target)
@@ -82,14 +83,16 @@ def test_shared_prefixes_change_no_token_in_long_runs(seed):
     assert compare(seed, 120, hint=hint) > 0 or hint
 
 
-def test_a_tight_crowd_shares_evicts_and_preempts():
+@pytest.mark.parametrize("kind", [HashExecutor, Flying])
+def test_a_tight_crowd_shares_evicts_and_preempts(kind):
     rng = random.Random(3)
-    target = engine(limit=256, max_num_seqs=6, max_num_batched_tokens=90, memory_bytes=10_000)
+    target = engine(kind=kind, limit=256, max_num_seqs=6, max_num_batched_tokens=90, memory_bytes=10_000)
     for request in play(target, rng, 80):
         assert_right(request, target)
     stats = target.prefix_stats
     assert target.scheduler.preemptions > 0
     assert min(stats.hits, stats.evictions, stats.recomputed) > 0
+    assert kind is HashExecutor or target._executor.following > 50
 
 
 def test_windows_alone_with_few_pages():
