@@ -40,8 +40,8 @@ class EngineOptions:
     memory available now. max_model_len: context length, None is the executor's. backtrack: newest tokens that callers
     of the scheduler may drop again, kept readable in windows. enable_prefix_caching: keep the cache rows of requests
     that ended, for prompts that start alike. prefix_cache_ttl: seconds that they are kept without use.
-    prefix_cache_folder: where they are kept on disk too, for other processes; None: nowhere. prefix_cache_bytes: what
-    that folder may hold.
+    prefix_cache_folder: where they are kept on disk too, for other processes; None: nowhere. They are written when a
+    request ends, and the next step waits for that. prefix_cache_bytes: what that folder may hold.
 
     Raises BadOption naming the field.
     """

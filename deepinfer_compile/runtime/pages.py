@@ -85,8 +85,8 @@ class PagePool:
 
     def give(self, pages: NDArray[np.int32]) -> None:
         """Return pages, each as often as it was taken or shared; of kept ones the last given fall idle first."""
-        held = self._holders[pages] if pages.max(initial=-1) < self.count else np.zeros(1, dtype=np.int32)
-        if (held == 0).any():
+        inside = pages.min(initial=0) >= 0 and pages.max(initial=-1) < self.count
+        if not inside or (self._holders[pages] == 0).any():
             raise ValueError(f"{len(pages)} pages given back, {self.count - self.free} were taken")
         np.subtract.at(self._holders, pages, 1)
         gone = pages[self._holders[pages] == 0]

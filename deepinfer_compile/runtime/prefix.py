@@ -232,6 +232,7 @@ class PrefixCache:
         return usable, known
 
     def child(self, node: Node, key: Key) -> Node:
+        """The node of a page after another, made if there is none."""
         found = node.children.get(key)
         if found is None:
             digest = digest_of(node.digest, key) if self._disk is not None else b""

@@ -163,15 +163,18 @@ def test_equal_pages_of_one_step_become_one():
 
 
 @pytest.mark.parametrize("window", [1, 2, 64])
-def test_equal_pages_of_steps_that_start_ahead_become_one(window):
+def test_what_a_prompt_held_already_is_exchanged_while_a_step_is_under_way(window):
     """A window of one position gives a page back for the step under way, before the step that filled it has ended."""
-    target = engine((CacheGroup("narrow", window, 8), FULL), kind=Flying)
+    groups = (CacheGroup("narrow", window, 8), FULL)
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    (first,) = run(engine(groups), ids(60), params=long)
+    target = engine(groups, kind=Flying)
+    run(target, [*ids(60), *first.output_ids])
     requests = run(target, ids(60), ids(60), params=long)
     assert target._executor.following > 150
     for request in requests:
         assert_right(request, target)
-    assert target.scheduler.pages.cached[1] == (60 + 199) // PAGE_SIZE
+    assert target.scheduler.pages.cached[1] == (60 + 200) // PAGE_SIZE
 
 
 def depth(node) -> int:
