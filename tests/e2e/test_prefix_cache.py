@@ -27,6 +27,14 @@ LONG = {
 SIZES: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 96, "max_num_seqs": 4}
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of the llama model, to be run as a graph."""
+    bundle = tmp_path_factory.mktemp("llama") / "b"
+    dc.build(models.make("llama"), bundle, native=False)
+    return bundle
+
+
 def ask(llm: dc.LLM, given: list[list[int]]) -> tuple[list[list[int]], list[float], list[int]]:
     """Tokens, all log-probabilities, and how many prompt tokens were there already."""
     params = dc.SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
@@ -75,11 +83,10 @@ def test_frequencies_that_depend_on_length(tmp_path: Path) -> None:
         assert tokens == [eager_tokens(model, prompt, COUNT)]
 
 
-def test_new_weights_find_no_old_rows(tmp_path: Path) -> None:
-    old, new = models.make("llama"), models.make("llama", seed=1)
+def test_new_weights_find_no_old_rows(llama: Path, tmp_path: Path) -> None:
+    new = models.make("llama", seed=1)
     new.save_pretrained(tmp_path / "new")
-    dc.build(old, tmp_path / "b", native=False)
-    llm = dc.load(tmp_path / "b", native=False, **SIZES)
+    llm = dc.load(llama, native=False, **SIZES)
     given = prompts(lengths=(150,))
     ask(llm, given)
     assert ask(llm, given)[2] == [128]
@@ -106,21 +113,23 @@ print(json.dumps([out.outputs[0].token_ids, out.num_cached_tokens, llm.prefix_st
 @pytest.mark.parametrize(
     ("name", "native"), [("llama", False)] + [pytest.param(n, True, marks=pytest.mark.slow) for n in ("llama", "gemma")]
 )
-def test_a_new_process_finds_rows_on_disk(name: str, native: bool, tmp_path: Path) -> None:
-    model = models.make(name)
-    dc.build(model, tmp_path / "b", native=native)
+def test_a_new_process_finds_rows_on_disk(name: str, native: bool, llama: Path, tmp_path: Path) -> None:
+    model, bundle = models.make(name), llama
+    if native:
+        bundle = tmp_path / "b"
+        dc.build(model, bundle, native=True)
     (prompt,) = prompts(lengths=(150,))
 
     def fresh() -> list[Any]:
         kind = "native" if native else "graph"
-        command = [sys.executable, "-c", FRESH, str(tmp_path / "b"), kind, str(tmp_path / "c"), json.dumps([prompt])]
+        command = [sys.executable, "-c", FRESH, str(bundle), kind, str(tmp_path / "c"), json.dumps([prompt])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         found: list[Any] = json.loads(done.stdout)
         return found
 
     want = eager_tokens(model, prompt, COUNT)
-    first = dc.load(tmp_path / "b", native=native, prefix_cache_folder=tmp_path / "c", **SIZES)
+    first = dc.load(bundle, native=native, prefix_cache_folder=tmp_path / "c", **SIZES)
     assert ask(first, [prompt])[::2] == ([want], [0])
     assert fresh() == [want, 128, 0]
     if not native:
@@ -131,12 +140,13 @@ def test_a_new_process_finds_rows_on_disk(name: str, native: bool, tmp_path: Pat
     assert (found, cached, damaged > 0) == (want, 0, True)
 
 
-def test_weights_that_come_back_find_their_rows_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_come_back_find_their_rows_on_disk(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new = models.make("llama"), models.make("llama", seed=1)
     old.save_pretrained(tmp_path / "old")
     new.save_pretrained(tmp_path / "new")
-    dc.build(old, tmp_path / "b", native=False)
-    llm = dc.load(tmp_path / "b", native=False, prefix_cache_folder=tmp_path / "c", **SIZES)
+    llm = dc.load(llama, native=False, prefix_cache_folder=tmp_path / "c", **SIZES)
     given = prompts(lengths=(150,))
     for model, folder, hit in ((new, "new", 0), (old, "old", 0), (new, "new", 128)):
         llm.reload(tmp_path / folder)

@@ -19,6 +19,7 @@ from deepinfer_compile.runtime.engine import Engine, EngineOptions
 from deepinfer_compile.runtime.params import SamplingParams
 from tests.runtime.fakes import FULL, GROUPS, NARROW, WIDE, HashExecutor
 from tests.runtime.sharing import GREEDY, PLENTY, assert_pages, assert_right, assert_tree, engine, ids, run
+from tests.runtime.test_ahead import Flying
 from tests.runtime.test_prefix_runs import play
 
 NAME = b"n" * 32
@@ -284,12 +285,13 @@ def test_a_page_read_from_disk_is_found_although_its_place_was_a_branch(tmp_path
     assert_tree(cache)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))])
 def test_random_runs_over_one_folder(seed, tmp_path):
     rng = random.Random(seed)
     for groups in ((FULL, WIDE), (FULL, WIDE), (FULL, NARROW)):
         target = engine(
             groups,
+            kind=rng.choice([HashExecutor, Flying]),
             limit=256,
             max_num_seqs=3,
             max_num_batched_tokens=90,
