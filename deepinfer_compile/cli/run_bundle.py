@@ -107,7 +107,7 @@ class Answer:
 @dataclass
 class Answers:
     """All completions of one run. show: print text as it comes. lines: print pieces as JSON lines. plain_ids: the
-    model has no tokenizer, so ids are the text."""
+    model has no tokenizer, so ids are the text. reused: tokens not computed because their cache rows were there."""
 
     show: bool
     lines: bool
@@ -115,6 +115,7 @@ class Answers:
     found: dict[tuple[str, int], Answer] = field(default_factory=dict)
     first: float = 0.0
     seconds: float = 0.0
+    reused: int = 0
 
     def collect(self, llm: LLM, given: list[Any], params: SamplingParams) -> None:
         """Run the prompts. An interruption cancels what is left."""
@@ -125,6 +126,7 @@ class Answers:
                 self.first = self.first or time.perf_counter() - begin
                 self._add(item, order[item.request_id])
         self.seconds = time.perf_counter() - begin
+        self.reused = llm.prefix_stats.hit_tokens
         if self.show:
             print(flush=True)
 
@@ -174,7 +176,8 @@ class Answers:
         """The closing line's numbers."""
         rate = self.rate()
         words = f"{plural(self.tokens(), 'token')} in {self.seconds:.2f} s, the first after {self.first:.2f} s"
-        return words + (f", then {rate:.1f} tokens/s" if rate is not None else "")
+        words += f", then {rate:.1f} tokens/s" if rate is not None else ""
+        return words + (f", {plural(self.reused, 'token')} shared" if self.reused else "")
 
     def as_json(self) -> dict[str, Any]:
         """Everything as plain data."""
@@ -182,6 +185,7 @@ class Answers:
         return {
             "outputs": [vars(a) for a in self.ordered()],
             "tokens": self.tokens(),
+            "reused_tokens": self.reused,
             "seconds": round(self.seconds, 4),
             "first_seconds": round(self.first, 4),
             "tokens_per_second": None if rate is None else round(rate, 2),

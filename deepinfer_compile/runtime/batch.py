@@ -8,6 +8,7 @@ have their own page pools, called cache groups, because a window layer gives pag
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -77,15 +78,30 @@ class Flight(Protocol):
 
 
 class Executor(Protocol):
-    """Runs the programs of a loaded bundle. draw: what chooses tokens where the logits are, if anything does."""
+    """Runs the programs of a loaded bundle.
+
+    draw: what chooses tokens where the logits are, if anything does. reads_hint: whether cache rows depend on
+    `StepInput.context_hint`. identity: of what decides cache rows beside their tokens, the same in every process that
+    would compute the same rows; empty where it is not known.
+    """
 
     draw: Draw | None
+    reads_hint: bool
+    identity: str
     groups: tuple[CacheGroup, ...]
     vocab_size: int
     max_model_len: int
 
     def allocate(self, pages: tuple[int, ...]) -> None:
         """Allocate the caches: `pages[g]` pages for group g. Contents are undefined."""
+        ...
+
+    def read_page(self, group: int, page: int) -> dict[str, Tensor]:
+        """The rows of a page of a group: a contiguous copy on the host for each of its caches."""
+        ...
+
+    def write_page(self, group: int, page: int, rows: Mapping[str, Tensor]) -> bool:
+        """Put rows that `read_page` gave, here or elsewhere, into a page; False if they are not of its form."""
         ...
 
     def step(self, inputs: StepInput) -> Tensor:

@@ -38,6 +38,7 @@ class Parent:
             outputs=outputs,
             finished=True,
             prompt_logprobs=self._prompt_logprobs(codec),
+            num_cached_tokens=self.children[0].cached,
         )
 
     def item(self, update: Update, codec: TextCodec | None) -> RequestOutput:
@@ -54,6 +55,7 @@ class Parent:
             outputs=[self._completion(index, text, tokens, update.tokens, codec, ended=update.finished)],
             finished=self.open == 0,
             prompt_logprobs=self._prompt_logprobs(codec) if first else None,
+            num_cached_tokens=self.children[0].cached,
         )
 
     def _completion(

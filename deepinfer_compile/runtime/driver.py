@@ -49,10 +49,14 @@ class Driver:
     def drop(self, call: Call) -> None:
         """Forget a call, cancel what is left of it and free its pages before returning."""
         self.abandon(call)
+        self.reap(call.unfinished)
+
+    def reap(self, needed: Callable[[], object] = lambda: True) -> None:
+        """Take up what waits for the next step without running one, unless it is not `needed` any more."""
         with self._turn:
-            while self._busy and call.unfinished():
+            while self._busy and needed():
                 self._turn.wait()
-            if not call.unfinished():
+            if not needed():
                 return
             self._busy = True
         self._run(self._engine.reap)

@@ -10,6 +10,7 @@ import secrets
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,9 +19,12 @@ from torch import Tensor
 from deepinfer_compile.errors import BadLogits, BadOption, BadRequest, ContextTooLong
 from deepinfer_compile.runtime.ahead import Ahead, steps_alone
 from deepinfer_compile.runtime.batch import Executor
+from deepinfer_compile.runtime.disk import DiskPages
 from deepinfer_compile.runtime.outputs import FinishReason
 from deepinfer_compile.runtime.pages import Ints, Pages, plan_pages
 from deepinfer_compile.runtime.params import SamplingParams
+from deepinfer_compile.runtime.prefix import PrefixCache, PrefixStats
+from deepinfer_compile.runtime.prefix_disk import DiskTier
 from deepinfer_compile.runtime.request import Request
 from deepinfer_compile.runtime.sampling import Sampler, score
 from deepinfer_compile.runtime.scheduler import Batch, Scheduler
@@ -34,7 +38,10 @@ class EngineOptions:
     max_num_seqs: requests that run at once. max_num_batched_tokens: most new tokens of one step; longer prompts are
     read in chunks. memory_bytes: for the caches; None is what max_num_seqs full requests need, at most half of the
     memory available now. max_model_len: context length, None is the executor's. backtrack: newest tokens that callers
-    of the scheduler may drop again, kept readable in windows.
+    of the scheduler may drop again, kept readable in windows. enable_prefix_caching: keep the cache rows of requests
+    that ended, for prompts that start alike. prefix_cache_ttl: seconds that they are kept without use.
+    prefix_cache_folder: where they are kept on disk too, for other processes; None: nowhere. They are written when a
+    request ends, and the next step waits for that. prefix_cache_bytes: what that folder may hold.
 
     Raises BadOption naming the field.
     """
@@ -44,13 +51,27 @@ class EngineOptions:
     memory_bytes: int | None = None
     max_model_len: int | None = None
     backtrack: int = 0
+    enable_prefix_caching: bool = True
+    prefix_cache_ttl: float = 180.0
+    prefix_cache_folder: str | Path | None = None
+    prefix_cache_bytes: int = 16 << 30
 
     def __post_init__(self) -> None:
-        lows = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "memory_bytes": 0, "max_model_len": 2, "backtrack": 0}
+        lows = {
+            "max_num_seqs": 1, "max_num_batched_tokens": 1, "memory_bytes": 0, "max_model_len": 2, "backtrack": 0,
+            "prefix_cache_ttl": 0, "prefix_cache_bytes": 0,
+        }  # fmt: skip
         for name, low in lows.items():
             value = getattr(self, name)
             if value is not None and value < low:
                 raise BadOption(name=name, value=value, reason=f"it is below {low}", fix=f"use {low} or more")
+        if self.prefix_cache_folder is not None and not self.enable_prefix_caching:
+            raise BadOption(
+                name="prefix_cache_folder",
+                value=str(self.prefix_cache_folder),
+                reason="enable_prefix_caching is off",
+                fix="leave it out, or turn enable_prefix_caching on",
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise BadOption(
                 name="max_num_batched_tokens",
@@ -88,7 +109,12 @@ class Engine:
         pages = Pages(
             executor.groups, counts, seats=seats, max_model_len=self.max_model_len, backtrack=options.backtrack
         )
-        self.scheduler = Scheduler(pages, max_num_seqs=seats, max_num_batched_tokens=options.max_num_batched_tokens)
+        self.scheduler = Scheduler(
+            pages,
+            max_num_seqs=seats,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            prefix=_prefix_cache(pages, executor, options) if options.enable_prefix_caching else None,
+        )
         self._executor = executor
         self._sampler = Sampler(seats, executor.draw)
         self._eos = frozenset(int(token) for token in eos_token_ids)
@@ -96,6 +122,7 @@ class Engine:
         self._arrived: deque[Request] = deque()
         self._cancelled: deque[str] = deque()
         self._ahead: Ahead | None = None
+        self._outdated: deque[str] = deque()
         executor.allocate(counts)
 
     @property
@@ -107,6 +134,18 @@ class Engine:
     def pages_used(self) -> tuple[int, ...]:
         """Cache pages in use, a number per cache group."""
         return self.scheduler.pages.used
+
+    @property
+    def prefix_stats(self) -> PrefixStats:
+        """What the prefix cache did; zeros without one."""
+        return self.scheduler.prefix.stats if self.scheduler.prefix is not None else PrefixStats()
+
+    def forget_prefixes(self, identity: str = "") -> None:
+        """Reuse no rows written so far, from the next `step` or `reap` on. From any thread.
+
+        identity: of the model that the executor runs now; without it, pages on disk are deleted too.
+        """
+        self._outdated.append(identity)
 
     def make(
         self,
@@ -154,6 +193,10 @@ class Engine:
 
     def reap(self) -> None:
         """Take up arrivals and cancellations without running the model."""
+        while self._outdated:
+            if self.scheduler.prefix is not None:
+                self.scheduler.prefix.clear(self._outdated[0])
+            self._outdated.popleft()  # not before: an interrupted step leaves it to the next
         while self._arrived:
             request = self._arrived.popleft()
             self._alive[request.id] = request
@@ -303,5 +346,25 @@ class Engine:
             if found is not None and reason == "length":
                 request.finish_reason, request.stop_reason = "stop", found
         del self._alive[request.id]
-        self.scheduler.remove(request)
         request.report()
+        self.scheduler.remove(request)  # last: it may write to disk, and whoever waits must hear of the end
+
+
+def _prefix_cache(pages: Pages, executor: Executor, options: EngineOptions) -> PrefixCache:
+    """The prefix cache of an engine. Raises BadOption for a folder without a model that can be named, or unusable."""
+    disk = None
+    if options.prefix_cache_folder is not None:
+        if not executor.identity:
+            fix = "leave it out"
+            reason = "this executor does not say which model it runs"
+            raise BadOption(name="prefix_cache_folder", value=str(options.prefix_cache_folder), reason=reason, fix=fix)
+        pages_there = DiskPages(Path(options.prefix_cache_folder), executor.identity, options.prefix_cache_bytes)
+        disk = DiskTier(pages_there, executor)
+    return PrefixCache(
+        pages,
+        seats=options.max_num_seqs,
+        backtrack=options.backtrack,
+        reads_hint=executor.reads_hint,
+        time_to_live=options.prefix_cache_ttl,
+        disk=disk,
+    )

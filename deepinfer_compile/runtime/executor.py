@@ -141,6 +141,7 @@ class BundleExecutor:
         state: StepState,
         graphs: Callable[[ProgramRunner], DecodeSteps] | None = None,
         draw: Draw | None = None,
+        identity: str = "",
     ) -> None:
         self.programs = dict(programs)
         self.vocab_size = vocab_size
@@ -148,7 +149,8 @@ class BundleExecutor:
         self.crossover = crossover
         self.device, self.state, self.make_graphs = device, state, graphs
         self.graphs: DecodeSteps | None = None
-        self.draw = draw
+        self.draw, self.identity = draw, identity
+        self.reads_hint = any("context_hint" in program.place for program in programs.values())
         self.groups = tuple(self._group(g, window) for g, window in enumerate(windows))
         self.allocated: dict[str, Tensor] = {}
 
@@ -170,6 +172,24 @@ class BundleExecutor:
             for name, held in self.allocated.items():
                 program.bind(name, held)
         self.graphs = self.make_graphs(self.programs["decode"]) if self.make_graphs is not None else None
+
+    def _caches(self, group: int) -> dict[str, Tensor]:
+        caches = next(iter(self.programs.values())).caches
+        return {c["name"]: self.allocated[c["name"]] for c in caches if c["group"] == group}
+
+    def read_page(self, group: int, page: int) -> dict[str, Tensor]:
+        """See `Executor`."""
+        return {name: held[page].to("cpu", copy=True).contiguous() for name, held in self._caches(group).items()}
+
+    def write_page(self, group: int, page: int, rows: Mapping[str, Tensor]) -> bool:
+        """See `Executor`."""
+        caches = self._caches(group)
+        forms = {name: (held.dtype, held.shape[1:]) for name, held in caches.items()}
+        if {name: (held.dtype, held.shape) for name, held in rows.items()} != forms:
+            return False
+        for name, held in caches.items():
+            held[page].copy_(rows[name])
+        return True
 
     def choose(self, tokens: int, requests: int) -> str:
         """decode: one token a request. verify: few. prefill: more than the crossover between the attention forms."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Self
 
 from deepinfer_compile.errors import BadRequest
@@ -15,6 +16,7 @@ from deepinfer_compile.runtime.driver import Driver
 from deepinfer_compile.runtime.engine import Engine, EngineOptions
 from deepinfer_compile.runtime.outputs import RequestOutput
 from deepinfer_compile.runtime.params import SamplingParams
+from deepinfer_compile.runtime.prefix import PrefixStats
 from deepinfer_compile.runtime.progress import progress_bar
 from deepinfer_compile.runtime.prompts import Prompt
 from deepinfer_compile.runtime.stops import TextCodec, TextState
@@ -24,8 +26,8 @@ class LLM:
     """A loaded model that completes prompts.
 
     A prompt is text, a chat (a list of message dicts) or token ids; without a tokenizer (`text` None) ids only.
-    Sizes are those of EngineOptions; eos_token_ids are added to the tokenizer's. default_params serve calls without
-    params. Several threads may use one LLM; their requests share the batch.
+    Sizes and cache options are those of EngineOptions; eos_token_ids are added to the tokenizer's. default_params serve
+    calls without params. Several threads may use one LLM; their requests share the batch.
 
     Raises OutOfMemory when not even one request of max_model_len tokens fits into memory_bytes, BadOption for sizes
     out of range.
@@ -40,6 +42,10 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         memory_bytes: int | None = None,
         max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
+        prefix_cache_ttl: float = 180.0,
+        prefix_cache_folder: str | Path | None = None,
+        prefix_cache_bytes: int = 16 << 30,
         eos_token_ids: tuple[int, ...] = (),
         default_params: SamplingParams | None = None,
     ) -> None:
@@ -48,6 +54,10 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             memory_bytes=memory_bytes,
             max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            prefix_cache_ttl=prefix_cache_ttl,
+            prefix_cache_folder=prefix_cache_folder,
+            prefix_cache_bytes=prefix_cache_bytes,
         )
         known = text.eos_token_ids if text is not None else ()
         self.engine = Engine(executor, options, eos_token_ids=(*eos_token_ids, *known))
@@ -112,6 +122,17 @@ class LLM:
     def active(self) -> list[str]:
         """Ids of the requests that have not ended, in order of arrival. From any thread."""
         return [p.request_id for p in self._driver.parents() if any(c.finish_reason is None for c in p.children)]
+
+    @property
+    def prefix_stats(self) -> PrefixStats:
+        """What the prefix cache did so far and holds now. From any thread."""
+        return self.engine.prefix_stats
+
+    def reset_prefix_cache(self) -> None:
+        """Reuse no cache rows written so far, and delete those on disk. From any thread; running requests go on, and
+        what they hold is not reused. Waits for the step that another thread is running."""
+        self.engine.forget_prefixes()
+        self._driver.reap()
 
     def _submit(
         self,

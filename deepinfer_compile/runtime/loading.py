@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,15 @@ from torch import Tensor
 
 import deepinfer_compile.ops  # noqa: F401  (graphs name the dialect's operations)
 from deepinfer_compile.bundle import BundleFiles, Checkpoint, read_bundle, reload_into
-from deepinfer_compile.errors import BadOption, BadRequest, BundleCorrupt, ContextTooLong, MissingWeight, WrongTarget
+from deepinfer_compile.errors import (
+    BadOption,
+    BadRequest,
+    BundleCorrupt,
+    CompileError,
+    ContextTooLong,
+    MissingWeight,
+    WrongTarget,
+)
 from deepinfer_compile.runtime.drawing import Draw, KernelDraw
 from deepinfer_compile.runtime.executor import BundleExecutor, DecodeSteps, ProgramRunner, Runner
 from deepinfer_compile.runtime.interpret import GraphFunction
@@ -33,6 +42,7 @@ class BundleLLM(LLM):
 
     files: BundleFiles
     weights: dict[str, Tensor]
+    variant: str
 
     def reload(self, checkpoint: str | Path) -> None:
         """Take the weights of another checkpoint of the same model, in place; on any error none is changed.
@@ -42,7 +52,16 @@ class BundleLLM(LLM):
         """
         if self.active:
             raise BadRequest(request=self.active[0], reason="it is running", fix="reload when all requests are done")
-        reload_into(self.weights, self.files.ledger(), Checkpoint.open(Path(checkpoint)))
+        source = Checkpoint.open(Path(checkpoint))
+        identity = _identity(self.files, self.variant, Path(checkpoint))
+        try:
+            reload_into(self.weights, self.files.ledger(), source)
+        except CompileError:  # then no tensor was touched
+            raise
+        except BaseException:
+            self.engine.forget_prefixes(secrets.token_hex(16))  # weights of both are no model's
+            raise
+        self.engine.forget_prefixes(identity)
 
 
 def load(
@@ -55,13 +74,20 @@ def load(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 2048,
     memory_fraction: float = 0.5,
+    enable_prefix_caching: bool = True,
+    prefix_cache_ttl: float = 180.0,
+    prefix_cache_folder: str | Path | None = None,
+    prefix_cache_bytes: int = 16 << 30,
     checkpoint: str | Path | None = None,
 ) -> BundleLLM:
     """Open a bundle and make it ready to generate.
 
     native False runs the graphs on reference operations (slow, no native code is loaded). check: "lazy" verifies
     everything but weight data, "full" that too. max_model_len: context of this process, at most what was built.
-    memory_fraction: share of free memory for caches. checkpoint: where weights are, for a bundle without them.
+    memory_fraction: share of free memory for caches. enable_prefix_caching: prompts that start alike are read once;
+    rows that are not used are kept for prefix_cache_ttl seconds, or until their place is needed. checkpoint: where
+    weights are, for a bundle without them. prefix_cache_folder: keeps such rows for other processes, at most
+    prefix_cache_bytes of them.
     Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, WrongTarget, WeightMismatch, OutOfMemory, BadOption.
     """
     if not 0 < memory_fraction <= 1:
@@ -81,9 +107,13 @@ def load(
         max_num_batched_tokens=max_num_batched_tokens,
         memory_bytes=int(free_memory(executor.device) * memory_fraction),
         max_model_len=max_model_len,
+        enable_prefix_caching=enable_prefix_caching,
+        prefix_cache_ttl=prefix_cache_ttl,
+        prefix_cache_folder=prefix_cache_folder,
+        prefix_cache_bytes=prefix_cache_bytes,
         eos_token_ids=eos,
     )
-    llm.files, llm.weights = files, weights
+    llm.files, llm.weights, llm.variant = files, weights, _variant_text(files, target, native)
     return llm
 
 
@@ -124,6 +154,7 @@ def open_executor(
         runners.state,
         runners.graphs(limit, draw),
         draw,
+        _identity(files, _variant_text(files, target, native), checkpoint),
     )
     return executor, held
 
@@ -147,6 +178,26 @@ def _variant(files: BundleFiles, target: str | None, native: bool) -> dict[str, 
             return variants[name]
         refusals.append(refusal)
     raise refusals[0]
+
+
+def _variant_text(files: BundleFiles, target: str | None, native: bool) -> str:
+    """The variant that runs, as text."""
+    return json.dumps(_variant(files, target, native), sort_keys=True)
+
+
+def _identity(files: BundleFiles, variant: str, checkpoint: Path | None) -> str:
+    """What decides cache rows beside their tokens: programs, weights, and what runs them.
+
+    The manifest names the contents of all files of the bundle. Weights elsewhere go by names, sizes and times.
+    """
+    source = files.manifest.weights
+    folder = checkpoint or (Path(source.folder) if source.mode != "copy" and source.folder else None)
+    parts = [(files.root / "manifest.json").read_text(), variant, torch.__version__]
+    for file in sorted(folder.resolve().iterdir()) if folder is not None else ():
+        if file.suffix in (".safetensors", ".json") and file.is_file():
+            held = file.stat()
+            parts.append(f"{file} {held.st_size} {held.st_mtime_ns}")
+    return json.dumps(parts)
 
 
 def _refusal(name: str, variants: Mapping[str, Mapping[str, Any]]) -> WrongTarget | None:

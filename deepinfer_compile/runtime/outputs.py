@@ -53,6 +53,7 @@ class RequestOutput:
 
     prompt: the text as given, None for a chat or token ids. prompt_logprobs: one entry a prompt token, the first is
     None because nothing precedes it; entries are missing at the end if the request was cancelled while it was read.
+    num_cached_tokens: prompt tokens of the first completion whose cache rows were there already, None before it runs.
     """
 
     request_id: str
@@ -61,3 +62,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int | None = None

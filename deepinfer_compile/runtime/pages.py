@@ -2,7 +2,11 @@
 
 Each cache group has one pool of page numbers and one table with a row per seat (a running request) and a column per
 logical page. All requests of a step grow or give back pages in a few array operations, since a loop over requests
-would take a large part of the host time of a step. Pages are not shared between requests, so none is counted.
+would take a large part of the host time of a step.
+
+A full page whose rows may serve later requests is marked as kept (`prefix.py` knows what it holds). Several requests
+may hold it at once, all as the same logical page, and none writes to it. When the last one gives it back it stays
+idle: still readable, and the next to be handed out once no unused page is left. Unused and idle pages are both free.
 
 A window group gives a page back once no later query can read it. `backtrack` positions more are kept, for callers that
 may drop the newest tokens again.
@@ -10,6 +14,9 @@ may drop the newest tokens again.
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +27,7 @@ from deepinfer_compile.errors import BadOption, OutOfMemory
 from deepinfer_compile.runtime.batch import PAGE_SIZE, CacheGroup
 
 Ints = NDArray[np.int64]
+_NONE = np.zeros(0, dtype=np.int32)
 
 
 def pages_for(tokens: int) -> int:
@@ -28,31 +36,83 @@ def pages_for(tokens: int) -> int:
 
 
 class PagePool:
-    """Page numbers 0..count-1, handed out newest first so that few pages stay warm."""
+    """Page numbers 0..count-1, handed out newest first so that few pages stay warm, and idle ones after all others.
 
-    def __init__(self, count: int) -> None:
+    idle: pages that nobody holds and whose rows are kept, with the time they fell idle, the longest idle first.
+    lost: told of each page whose rows are about to go because it is needed for others.
+    """
+
+    def __init__(self, count: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.count = count
+        self.clock = clock
+        self.lost: Callable[[int], None] | None = None
         self.reset()
 
     def reset(self) -> None:
-        """Take all pages back."""
+        """Take all pages back and keep no rows."""
         self._stack = np.arange(self.count - 1, -1, -1, dtype=np.int32)
-        self.free = self.count
+        self._unused = self.count
+        self._holders = np.zeros(self.count, dtype=np.int32)
+        self._kept = np.zeros(self.count, dtype=bool)
+        self.idle: OrderedDict[int, float] = OrderedDict()
+
+    @property
+    def free(self) -> int:
+        """Pages that can be taken."""
+        return self._unused + len(self.idle)
 
     def take(self, count: int) -> NDArray[np.int32]:
         """`count` page numbers; the caller has checked `free`."""
         if count > self.free:
             raise ValueError(f"{count} pages asked for, {self.free} free")
-        self.free -= count
-        return self._stack[self.free : self.free + count].copy()
+        while self._unused < count:
+            page = next(iter(self.idle))
+            if self.lost is not None:
+                self.lost(page)
+            self.forget(page)
+        self._unused -= count
+        pages = self._stack[self._unused : self._unused + count].copy()
+        self._holders[pages] = 1
+        return pages
+
+    def share(self, pages: NDArray[np.int32]) -> None:
+        """Hold kept pages once more."""
+        if not self._kept[pages].all():
+            raise ValueError("pages shared whose rows are not kept")
+        self._holders[pages] += 1
+        for page in pages.tolist():
+            self.idle.pop(page, None)
 
     def give(self, pages: NDArray[np.int32]) -> None:
-        """Return pages taken before."""
-        end = self.free + len(pages)
-        if end > self.count:
+        """Return pages, each as often as it was taken or shared; of kept ones the last given fall idle first."""
+        inside = pages.min(initial=0) >= 0 and pages.max(initial=-1) < self.count
+        if not inside or (self._holders[pages] == 0).any():
             raise ValueError(f"{len(pages)} pages given back, {self.count - self.free} were taken")
-        self._stack[self.free : end] = pages
-        self.free = end
+        np.subtract.at(self._holders, pages, 1)
+        gone = pages[self._holders[pages] == 0]
+        kept = self._kept[gone]
+        for page in dict.fromkeys(gone[kept][::-1].tolist()):
+            self.idle[page] = self.clock()
+        self._push(np.array(list(dict.fromkeys(gone[~kept].tolist())), dtype=np.int32))
+
+    def keep(self, page: int) -> None:
+        """From now on the rows of a held page are kept."""
+        self._kept[page] = True
+
+    def forget(self, page: int) -> None:
+        """The rows of a kept page need not be kept any more."""
+        self._kept[page] = False
+        if self.idle.pop(page, None) is not None:
+            self._push(np.array([page], dtype=np.int32))
+
+    def unheld(self, pages: NDArray[np.int32]) -> int:
+        """How many of some pages nobody holds."""
+        return int((self._holders[pages] == 0).sum())
+
+    def _push(self, pages: NDArray[np.int32]) -> None:
+        end = self._unused + len(pages)
+        self._stack[self._unused : end] = pages
+        self._unused = end
 
 
 class GroupTable:
@@ -85,6 +145,23 @@ class GroupTable:
             return
         self._cells(seats, self._end[seats], count, self.pool.take(total))
         self._end[seats] += count
+
+    def adopt(self, seat: int, first: int, pages: NDArray[np.int32]) -> None:
+        """Begin an empty seat with kept pages, the first of which is its logical page `first`."""
+        self.pool.share(pages)
+        self._first[seat] = first
+        self._end[seat] = first + len(pages)
+        self.table[seat, first : first + len(pages)] = pages
+
+    def exchange(self, seat: int, column: int, page: int) -> None:
+        """Hold a kept page of the same rows in place of the one that a seat has there."""
+        self.pool.share(np.array([page], dtype=np.int32))
+        self.pool.give(self.table[seat, column : column + 1].copy())
+        self.table[seat, column] = page
+
+    def first(self, start: int) -> int:
+        """The first logical page that a query at position `start` reads."""
+        return 0 if self.reach is None else max(start - self.reach, 0) // PAGE_SIZE
 
     def trim(self, seats: Ints, start: Ints) -> None:
         """Give back the pages that no query at position `start` or later reads."""
@@ -126,8 +203,13 @@ class Pages:
 
     @property
     def used(self) -> tuple[int, ...]:
-        """Pages in use, a number per group."""
+        """Pages that requests hold, a number per group."""
         return tuple(group.pool.count - group.pool.free for group in self.groups)
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Pages that nobody holds and whose rows are kept, a number per group."""
+        return tuple(len(group.pool.idle) for group in self.groups)
 
     def reset(self) -> None:
         """Take back the pages of all seats."""
@@ -155,16 +237,18 @@ class Pages:
             lack |= group.missing(seats, tokens) > 0
         return lack
 
-    def promise(self, length: int, chunk: int, promised: list[int]) -> bool:
+    def promise(self, length: int, chunk: int, promised: list[int], shared: Sequence[NDArray[np.int32]] = ()) -> bool:
         """Whether a new request of `length` tokens finds pages now, its first step taking `chunk` of them.
 
         Groups that keep the whole context must hold all of it, else it would soon wait with its pages taken.
-        promised: per group, pages of earlier answers that are not taken yet; a yes adds to it.
+        promised: per group, pages of earlier answers that are not taken yet; a yes adds to it. shared: per group, kept
+        pages that it begins with; those that are idle count as free until it holds them.
         """
-        free = [group.pool.free - taken for group, taken in zip(self.groups, promised)]
-        needs = [pages_for(length if unlimited else chunk) for unlimited in self._unlimited]
-        if any(need > left for need, left in zip(needs, free)):
-            return False
+        for i, group in enumerate(self.groups):
+            begun = shared[i] if shared else _NONE
+            need = pages_for(length) - len(begun) if self._unlimited[i] else pages_for(chunk)
+            if need + group.pool.unheld(begun) > group.pool.free - promised[i]:
+                return False
         promised[:] = [taken + pages_for(chunk) for taken in promised]
         return True
 

@@ -40,7 +40,8 @@ class Request:
 
     prompt: i64[length]. limit: most output tokens. end_ids: tokens that end it, eos_ids those of them that mean end of
     text. seed: 64 bits. streaming: an Update is wanted for every step, not only the last. sink: where the owner
-    collects its updates. seat: its row in the tables while it runs, else -1. error: set when the model failed it.
+    collects its updates. seat: its row in the tables while it runs, else -1. cached: prompt tokens that were found in
+    the prefix cache when it first ran, None before. error: set when the model failed it.
     """
 
     id: str
@@ -54,6 +55,7 @@ class Request:
     streaming: bool = False
     sink: deque[Update] = field(default_factory=deque)
     seat: int = -1
+    cached: int | None = None
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[Scored] = field(default_factory=list)
     prompt_logprobs: list[Scored] = field(default_factory=list)

@@ -4,7 +4,9 @@ First come, first served. Running requests go first, in order of arrival, each w
 while it generates, a chunk while its prompt is read) as far as the token budget goes; then waiting ones are admitted.
 When pages run out, the youngest running request loses its pages and its place and later reads prompt and output again;
 a request takes pages only from younger ones, and waits if there is none. So the oldest always advances, and since
-every accepted request fits into the caches alone, all of them end.
+every accepted request fits into the caches alone, all of them end. A request that is admitted starts after the pages
+that it shares with others (`prefix.py`); it waits while the next one is about to be filled by another, which takes
+what the budget gives until then.
 
 The state of running requests is kept as arrays with one entry a seat, so that a step costs array operations and not a
 loop over requests.
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 
 from deepinfer_compile.runtime.batch import PAGE_SIZE, GroupMeta, StepInput
 from deepinfer_compile.runtime.pages import Ints, Pages, pages_for
+from deepinfer_compile.runtime.prefix import Hit, PrefixCache
 from deepinfer_compile.runtime.request import Request
 from deepinfer_compile.runtime.steady import Steady
 
@@ -55,10 +58,13 @@ class Batch:
 
 
 class Scheduler:
-    """Queue, seats and pages of all unfinished requests."""
+    """Queue, seats and pages of all unfinished requests. prefix: what requests share; None: nothing."""
 
-    def __init__(self, pages: Pages, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, pages: Pages, *, max_num_seqs: int, max_num_batched_tokens: int, prefix: PrefixCache | None = None
+    ) -> None:
         self.pages = pages
+        self.prefix = prefix
         self.preemptions = 0
         self._budget = max_num_batched_tokens
         self._seats = max_num_seqs
@@ -74,6 +80,8 @@ class Scheduler:
         for request in requests:
             request.seat = -1
         self.pages.reset()
+        if self.prefix is not None:
+            self.prefix.reset()
         self.waiting = deque(requests)
         self._seated: list[Request | None] = [None] * self._seats
         self._free = list(range(self._seats - 1, -1, -1))
@@ -102,7 +110,9 @@ class Scheduler:
         if request.seat < 0:
             self.waiting.remove(request)
             return
-        self._vacate(request)
+        if self.prefix is not None and request.error is None:
+            self.prefix.store(request)
+        self._vacate(request, failed=request.error is not None)
 
     def schedule(self) -> Plan | None:
         """Choose the next step and give its requests pages; None when there is no request.
@@ -127,6 +137,8 @@ class Scheduler:
     def advance(self, plan: Plan) -> None:
         """Note that the cache rows of a plan are written."""
         self._done[plan.seats] += plan.count
+        if self.prefix is not None and self.prefix.note(plan.seats, self._done[plan.seats], self.request):
+            self._kept = None
         for seat in [seat for seat, feed in self._feed.items() if self._done[seat] == len(feed)]:
             del self._feed[seat]
             self._scoring[seat] = False
@@ -249,35 +261,48 @@ class Scheduler:
         while self.waiting and self._free:
             request = self.waiting[0]
             scores = request.unscored < len(request.prompt) - 1
-            chunk = min(request.length, budget, scoring if scores else budget)
-            if chunk <= 0 or not self.pages.promise(request.length, chunk, promised):
+            hit = self.prefix.find(request) if self.prefix is not None and not scores else None
+            if hit and self.prefix and self.prefix.is_coming(request, hit, self._readers()):
+                break
+            chunk = min(request.length - (hit.tokens if hit else 0), budget, scoring if scores else budget)
+            if chunk <= 0 or not self.pages.promise(request.length, chunk, promised, hit.pages if hit else ()):
                 break
             budget -= chunk
             scoring -= chunk if scores else 0
-            new.append(self._take_seat(self.waiting.popleft(), scores))
+            new.append(self._take_seat(self.waiting.popleft(), scores, hit))
             grants.append(chunk)
         if not new:
             return plan
         joined, count = np.array(new), np.array(grants)
-        if not self.pages.try_grow(joined, count):
+        if not self.pages.try_grow(joined, self._done[joined] + count):
             raise AssertionError("promised pages are gone")
         self._running = np.concatenate((self._running, joined))
         return Plan(np.concatenate((plan.seats, joined)), np.concatenate((plan.count, count)), new)
 
-    def _take_seat(self, request: Request, scores: bool) -> int:
+    def _readers(self) -> list[Request]:
+        """Requests whose prompts are read now as fast as the budget allows."""
+        return [self.request(seat) for seat in self._feed if not self._scoring[seat]]
+
+    def _take_seat(self, request: Request, scores: bool, hit: Hit | None) -> int:
         self._kept = None
         seat = request.seat = self._free.pop()
         self._seated[seat] = request
         self._feed[seat] = np.concatenate((request.prompt, np.array(request.output_ids, dtype=np.int64)))
         self._length[seat] = request.length
-        self._done[seat] = 0
+        self._done[seat] = hit.tokens if hit else 0
         self._prompt[seat] = len(request.prompt)
         self._scoring[seat] = scores
+        if request.cached is None:
+            request.cached = hit.tokens if hit else 0
+        if self.prefix is not None:
+            self.prefix.join(seat, request, hit)
         return seat
 
-    def _vacate(self, request: Request) -> None:
+    def _vacate(self, request: Request, *, failed: bool = False) -> None:
         self._kept = None
         seat, request.seat = request.seat, -1
+        if self.prefix is not None:
+            self.prefix.leave(seat, failed=failed)
         self.pages.clear(seat)
         self._seated[seat] = None
         self._feed.pop(seat, None)

@@ -47,6 +47,17 @@ def test_a_prompt_is_a_chat_turn_unless_raw(cli: Run, toy: Toy) -> None:
         assert answer["token_ids"] == toy.greedy(ids, 3)
 
 
+def test_prompts_that_start_alike_read_it_once(cli: Run, toy: Toy, tmp_path: Path) -> None:
+    given = [[*(3 + i % 11 for i in range(70)), last] for last in (20, 21, 22)]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, given)))
+    result = cli("run", toy.bundle, "--graph-only", "--file", file, "--max-tokens", 2, "--json")
+    found = document(result)
+    assert found["reused_tokens"] == 128
+    assert "128 tokens shared" in result.stderr
+    assert [answer["token_ids"] for answer in found["outputs"]] == [toy.greedy(ids, 2) for ids in given]
+
+
 def test_streamed_text_is_the_text(cli: Run, toy: Toy) -> None:
     base = ("run", toy.bundle, "--graph-only", "--prompt", "w3", "--max-tokens", 7)
     whole, streamed = cli(*base), cli(*base, "--stream")

@@ -24,6 +24,9 @@ NARROW = CacheGroup("narrow", 7, 100)
 WIDE = CacheGroup("wide", 130, 300)
 GROUPS = (FULL, NARROW, WIDE)
 VOCAB = 97
+ROUNDING = 1e-6
+"""How far the sampler's f32 probabilities may move the border between two tokens in [0, 1). Measured over logits of
+`logits_of`: at most 2.2e-7, and 2 in a million draws lie between the border in f32 and the one in f64."""
 
 
 def mix(x):
@@ -45,12 +48,13 @@ def logits_of(states, vocab: int = VOCAB) -> np.ndarray:
 
 
 class HashExecutor:
-    """The model behind tables; `steps` holds (requests, tokens) of each step."""
+    """The model behind tables; `steps` holds (requests, tokens) of each step. hint: whether it reads context hints."""
 
-    draw = None
+    draw, identity = None, "hash"
 
-    def __init__(self, groups=GROUPS, vocab: int = VOCAB, max_model_len: int = 512) -> None:
+    def __init__(self, groups=GROUPS, vocab: int = VOCAB, max_model_len: int = 512, hint: bool = True) -> None:
         self.groups, self.vocab_size, self.max_model_len = tuple(groups), vocab, max_model_len
+        self.reads_hint = hint
         self.steps: list[tuple[int, int]] = []
         self.fail: Exception | None = None
         self.poison: int | None = None
@@ -65,7 +69,7 @@ class HashExecutor:
         self.steps.append((len(inputs.seq_len), len(inputs.input_ids)))
         start, length = inputs.query_start.numpy(), inputs.seq_len.numpy()
         first = mix(inputs.input_ids.numpy().astype(np.uint64) + (inputs.position_ids.numpy().astype(np.uint64) << 20))
-        first = mix(first + inputs.context_hint.numpy().astype(np.uint64))
+        first = mix(first + inputs.context_hint.numpy().astype(np.uint64) * np.uint64(self.reads_hint))
         state = np.zeros(len(first), dtype=np.uint64)
         for g, (group, meta) in enumerate(zip(self.groups, inputs.groups)):
             cache = self.caches[g].reshape(-1, 2)
@@ -87,6 +91,13 @@ class HashExecutor:
 
     def start(self, inputs: StepInput, numbers, *, following: bool = False) -> None:
         return None
+
+    def read_page(self, group: int, page: int) -> dict[str, torch.Tensor]:
+        return {"rows": torch.from_numpy(self.caches[group][page].view(np.int64).copy())}
+
+    def write_page(self, group: int, page: int, rows) -> bool:
+        self.caches[group][page] = rows["rows"].numpy().view(np.uint64)
+        return True
 
     @staticmethod
     def _seen(cache, table, group: CacheGroup, length: int, new: int, column: int) -> np.ndarray:
@@ -125,9 +136,12 @@ def check(inputs: StepInput, executor: HashExecutor) -> None:
         assert table.dtype == np.int32
         assert slot.dtype == np.int64
         assert table.shape == (len(length), -(-length.max() // PAGE_SIZE))
-        used = table[table >= 0]
-        assert len(set(used.tolist())) == len(used), "two places share a page"
-        assert (used < count).all()
+        where: dict[int, int] = {}
+        for column, page in zip(np.nonzero(table >= 0)[1].tolist(), table[table >= 0].tolist()):
+            assert where.setdefault(page, column) == column, "two places share a page"
+        assert all(page < count for page in where)
+        written = np.unique(slot // PAGE_SIZE)
+        assert all((table == page).sum() == 1 for page in written), "a page is written that two requests hold"
         owner = np.repeat(np.arange(len(length)), np.diff(start))
         assert (slot == table[owner, position // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + position % PAGE_SIZE).all()
 
@@ -146,11 +160,13 @@ class Answer:
 class Oracle:
     """The model and the sampler without tables, one token at a time."""
 
-    def __init__(self, groups=GROUPS, vocab: int = VOCAB, max_model_len: int = 512, eos=()) -> None:
+    def __init__(self, groups=GROUPS, vocab: int = VOCAB, max_model_len: int = 512, eos=(), hint: bool = True) -> None:
         self.groups, self.vocab, self.max_model_len, self.eos = tuple(groups), vocab, max_model_len, set(eos)
+        self.hint = hint
 
-    def run(self, prompt: list[int], params: SamplingParams, seed: int | None = None) -> Answer:
-        """Complete a prompt. seed: needed where params has none and is random."""
+    def run(self, prompt: list[int], params: SamplingParams, seed: int | None = None, given=()) -> Answer:
+        """Complete a prompt. seed: needed where params has none and is random. given: what was put out, which says on
+        what side of a border a draw fell that lies within rounding of it."""
         seed = params.seed if params.seed is not None else seed
         memory = [([0], [0]) for _ in self.groups]
         states = [self._feed(memory, token, i, max(len(prompt), i + 1)) for i, token in enumerate(prompt)]
@@ -161,7 +177,8 @@ class Oracle:
         ends = (set() if params.ignore_eos else self.eos) | set(params.stop_ids)
         while True:
             answer.logits.append(logits)
-            token = choose(logits, params, seed, prompt, answer.tokens, ends)
+            other = given[len(answer.tokens)] if len(answer.tokens) < len(given) else None
+            token = choose(logits, params, seed, prompt, answer.tokens, ends, other)
             answer.tokens.append(token)
             count = len(answer.tokens)
             if count >= params.min_tokens and token in ends:
@@ -175,7 +192,7 @@ class Oracle:
             logits = logits_of([state], self.vocab)[0]
 
     def _feed(self, memory, token: int, position: int, hint: int) -> int:
-        first = mix(mix((token + (position << 20)) & MASK) + hint & MASK)
+        first = mix(mix((token + (position << 20)) & MASK) + hint * self.hint & MASK)
         state = 0
         for g, (group, (ones, twos)) in enumerate(zip(self.groups, memory)):
             old = max(0, position + 1 - group.window) if group.window else 0
@@ -197,13 +214,23 @@ def noise(seed: int, index: int) -> float:
     return (mixed >> 11) / 2**53
 
 
-def choose(logits, params: SamplingParams, seed: int | None, prompt, output, ends) -> int:
-    """One token, by the plainest reading of the parameters, in f64."""
+def choose(logits, params: SamplingParams, seed: int | None, prompt, output, ends, other: int | None = None) -> int:
+    """One token, by the plainest reading of the parameters, in f64; `other` where the draw might as well be it."""
     probs = distribution(logits, params, prompt, output, ends)
     if params.temperature == 0:
         return int(np.argmax(probs))
     assert seed is not None
-    return int(np.argmax(np.cumsum(probs) > noise(seed % 2**64, len(output)) * probs.sum()))
+    draw = noise(seed % 2**64, len(output))
+    token = int(np.argmax(np.cumsum(probs) > draw * probs.sum()))
+    return other if other is not None and 0 <= distance(probs, draw, other) < ROUNDING else token
+
+
+def distance(probs: np.ndarray, draw: float, token: int) -> float:
+    """How far a draw is from where it would choose a token: 0 inside; -1 for a token that cannot be chosen."""
+    if probs[token] == 0:
+        return -1.0
+    end = np.cumsum(probs)[token] / probs.sum()
+    return float(max(end - probs[token] / probs.sum() - draw, draw - end, 0.0))
 
 
 def distribution(logits, params: SamplingParams, prompt=(), output=(), ends=()) -> np.ndarray:

@@ -258,7 +258,7 @@ class Script:
     """A model that says the same tokens to everyone, whatever the prompt of one token."""
 
     groups, vocab_size, max_model_len = (), VOCAB, 100
-    draw = None
+    draw, reads_hint = None, False
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens

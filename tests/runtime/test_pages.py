@@ -35,8 +35,9 @@ def test_a_pool_hands_out_each_page_once():
         pool.take(1)
     pool.give(first)
     assert sorted(pool.take(3)) == sorted(first)
-    with pytest.raises(ValueError, match="given back"):
-        pool.give(np.arange(6, dtype=np.int32))
+    for wrong in ([0, 1, 2, 3, 4, 5], [-1]):
+        with pytest.raises(ValueError, match="given back"):
+            pool.give(np.array(wrong, dtype=np.int32))
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(1, 1), (63, 1), (64, 1), (65, 2), (640, 10)])

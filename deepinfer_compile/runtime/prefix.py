@@ -1,0 +1,323 @@
+"""Which full cache pages hold which tokens, so that a request starts after the pages its prompt shares with others.
+
+What a page's rows depend on is all tokens up to its end; and, where rotary frequencies depend on the length of the
+prompt, that length. So pages are found in a tree: a node is one page of tokens after the tokens of its parent, looked
+up by those tokens themselves. A hash that two contents share costs a comparison and can never give a wrong page.
+
+A node has a page in every cache group that still holds its rows. A request that starts at a position needs all pages
+before it in groups that keep the whole context, and in a window group those that the window reaches. Rows of a window
+layer depend, through the layers below, on more than one window, so they are never made from a window's tokens alone:
+a hit ends where every group has what it needs, and what only some groups hold is computed again (`recomputed`).
+
+A page enters the tree when the step that filled it has succeeded, and leaves it when it is needed for other tokens,
+was idle for longer than the time to live, or the request that wrote it was failed by the model. Newest tokens that
+`backtrack` allows to be dropped again are not in it. A page that fills with what the tree holds already is exchanged
+for the one in the tree.
+
+Reuse is the default: rows are taken only where all that decides them is equal, so tokens differ no more than they do
+when a prompt is read in other chunks or beside other requests, which is by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer_compile.runtime.batch import PAGE_SIZE
+from deepinfer_compile.runtime.pages import Ints, Pages
+from deepinfer_compile.runtime.prefix_disk import DiskTier, digest_of
+from deepinfer_compile.runtime.request import Request
+
+Key = tuple[bytes, int]
+"""What a page holds beside what its parents hold: 64 tokens, and the hint if it matters."""
+NEVER = 1 << 62
+"""Full pages of a seat that has nothing to add to the tree."""
+
+
+@dataclass
+class PrefixStats:
+    """What the cache did so far, and holds now.
+
+    queries, hits: requests that looked for a prefix, and found one; a preempted one looks again. queried_tokens,
+    hit_tokens: tokens of their prompts (and outputs, when preempted), and those that were not computed again.
+    recomputed: tokens that were, although a cache group still had their rows. evictions: pages that were needed for
+    others. expired: pages idle for too long. cached: idle pages with rows now, a number per cache group.
+    restored: pages taken from disk. damaged: files there that could not be used. disk_failures: pages that could not be
+    written. disk_pages, disk_bytes: files there now.
+    """
+
+    queries: int = 0
+    hits: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    recomputed: int = 0
+    evictions: int = 0
+    expired: int = 0
+    cached: tuple[int, ...] = ()
+    restored: int = 0
+    damaged: int = 0
+    disk_failures: int = 0
+    disk_pages: int = 0
+    disk_bytes: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A page of tokens after the tokens of its parent. pages: one per cache group, -1 where the rows are gone.
+    digest: its name on disk. tips: running requests whose newest full page it is."""
+
+    parent: Node | None
+    key: Key
+    pages: list[int]
+    digest: bytes
+    children: dict[Key, Node] = field(default_factory=dict)
+    tips: int = 0
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Where a request can start. nodes: the pages before. pages: per cache group, those it must hold. known: how many
+    pages of tokens the groups with whole contexts hold."""
+
+    nodes: list[Node]
+    pages: list[NDArray[np.int32]]
+    known: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that need not be computed."""
+        return len(self.nodes) * PAGE_SIZE
+
+
+class PrefixCache:
+    """The tree of kept pages of all cache groups.
+
+    reads_hint: rows depend on the length of the prompt, see `StepInput.context_hint`. time_to_live: seconds.
+    disk: where pages outlive the process.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        *,
+        seats: int,
+        backtrack: int = 0,
+        reads_hint: bool = True,
+        time_to_live: float = 180.0,
+        disk: DiskTier | None = None,
+    ) -> None:
+        self.groups = pages.groups
+        self._pages = pages
+        self._backtrack, self._reads_hint, self._time_to_live = backtrack, reads_hint, time_to_live
+        self._stats = PrefixStats()
+        self._disk = disk
+        self._asked: tuple[Request | None, int, list[Key]] = (None, 0, [])
+        self._noted = np.zeros(seats, dtype=np.int64)
+        for i, group in enumerate(self.groups):
+            group.pool.lost = partial(self._evict, i)
+        self.reset()
+
+    @property
+    def stats(self) -> PrefixStats:
+        """Counters since the beginning, as they are now."""
+        found = replace(self._stats, cached=self._pages.cached)
+        return self._disk.count(found) if self._disk is not None else found
+
+    def reset(self) -> None:
+        """Begin with an empty tree; the pools have been reset too."""
+        root = self._disk.root if self._disk is not None else b""
+        self.root = Node(None, (b"", 0), [-1] * len(self.groups), root)
+        self.owners: list[dict[int, Node]] = [{} for _ in self.groups]
+        self._tip = [self.root] * len(self._noted)
+        self._noted.fill(0)
+
+    def clear(self, identity: str = "") -> None:
+        """Forget all rows. Running requests go on, and what they hold is not reused.
+
+        identity: of the model from now on, whose pages on disk stay; without it, there is none on disk any more.
+        """
+        if self._disk is not None:
+            self._disk.clear(identity)
+        for group, owners in zip(self.groups, self.owners):
+            for page in owners:
+                group.pool.forget(page)
+        self.reset()
+        self._noted.fill(NEVER)
+
+    def find(self, request: Request) -> Hit:
+        """The longest start of a request that is cached; its last token never is."""
+        self._expire()
+        if self._disk is not None:
+            self._disk.restore(self, request)
+        nodes = self.walk(request)
+        usable, known = self.reach([[page >= 0 for page in node.pages] for node in nodes])
+        nodes = nodes[:usable]
+        pages = [
+            np.array([node.pages[i] for node in nodes[group.first(usable * PAGE_SIZE) :]], dtype=np.int32)
+            for i, group in enumerate(self.groups)
+        ]
+        return Hit(nodes, pages, known)
+
+    def is_coming(self, request: Request, hit: Hit, others: Iterable[Request]) -> bool:
+        """Whether one of the `others`, which run, is about to fill the page that a request lacks first after a hit."""
+        page, tip = len(hit.nodes), hit.nodes[-1] if hit.nodes else self.root
+        if request.length <= (page + 1) * PAGE_SIZE:
+            return False
+        key = self._key(request, page)
+        return any(
+            self._tip[other.seat] is tip and self._noted[other.seat] == page and self._key(other, page) == key
+            for other in others
+        )
+
+    def join(self, seat: int, request: Request, hit: Hit | None) -> None:
+        """Give a request that takes an empty seat the pages of a hit (None: it did not look for any)."""
+        self._tip[seat], self._noted[seat] = self.root, 0
+        if hit is None:
+            return
+        self._stats.queries += 1
+        self._stats.hits += bool(hit.nodes)
+        self._stats.queried_tokens += request.length
+        self._stats.hit_tokens += hit.tokens
+        self._stats.recomputed += (hit.known - len(hit.nodes)) * PAGE_SIZE
+        if not hit.nodes:
+            return
+        for group, pages in zip(self.groups, hit.pages):
+            group.adopt(seat, group.first(hit.tokens), pages)
+        self._move(seat, hit.nodes[-1], len(hit.nodes))
+
+    def note(self, seats: Ints, done: Ints, request: Callable[[int], Request]) -> bool:
+        """Add what has become full. done: written rows of each seat. Whether a table changed."""
+        full = (done - self._backtrack) // PAGE_SIZE
+        grown = np.flatnonzero(full > self._noted[seats])
+        changed = False
+        for i in grown.tolist():
+            seat = int(seats[i])
+            for page in range(int(self._noted[seat]), int(full[i])):
+                changed |= self._add(seat, page, self._key(request(seat), page))
+        return changed
+
+    def store(self, request: Request) -> None:
+        """Write to disk what a request that ends leaves behind."""
+        if self._disk is not None and self._noted[request.seat] != NEVER:
+            self._disk.store(self, self._tip[request.seat], int(self._noted[request.seat]), request)
+
+    def leave(self, seat: int, *, failed: bool) -> None:
+        """Note that a seat gives its pages back. failed: they may hold wrong rows, so forget them."""
+        node: Node | None = self._tip[seat]
+        self._move(seat, self.root, 0)
+        while failed and node is not None:
+            above = node.parent
+            for i, page in enumerate(list(node.pages)):
+                if page >= 0:
+                    self._drop(i, page)
+                if self._disk is not None:
+                    self._disk.remove(node, i)
+            node = above
+
+    def reach(self, there: list[list[bool]]) -> tuple[int, int]:
+        """How many pages a hit has, and how many the groups with whole contexts have. there: by page and group."""
+        held = [0] * len(self.groups)
+        known = usable = 0
+        for n, row in enumerate(there, 1):
+            held = [count + 1 if has else 0 for count, has in zip(held, row)]
+            fits = [count >= n - group.first(n * PAGE_SIZE) for count, group in zip(held, self.groups)]
+            if all(fits):
+                usable = n
+            if all(fit for fit, group in zip(fits, self.groups) if group.reach is None):
+                known = n
+        return usable, known
+
+    def child(self, node: Node, key: Key) -> Node:
+        """The node of a page after another, made if there is none."""
+        found = node.children.get(key)
+        if found is None:
+            digest = digest_of(node.digest, key) if self._disk is not None else b""
+            found = node.children[key] = Node(node, key, [-1] * len(self.groups), digest)
+        return found
+
+    def keys(self, request: Request) -> list[Key]:
+        """Of a request's full pages, its last token's not among them. A request that waits asks at every step."""
+        asked, length, keys = self._asked
+        if asked is not request or length != request.length:
+            keys = [self._key(request, page) for page in range((request.length - 1) // PAGE_SIZE)]
+            self._asked = request, request.length, keys
+        return keys
+
+    def walk(self, request: Request) -> list[Node]:
+        """The nodes of a request's full pages, its last token's not among them."""
+        nodes: list[Node] = []
+        node: Node | None = self.root
+        for key in self.keys(request):
+            node = node.children.get(key) if node is not None else None
+            if node is None:
+                break
+            nodes.append(node)
+        return nodes
+
+    def _key(self, request: Request, page: int) -> Key:
+        """What a page holds, beside what its parents hold. The hint of a row is max(prompt, position + 1)."""
+        start, prompt = page * PAGE_SIZE, len(request.prompt)
+        tokens = request.prompt[start : start + PAGE_SIZE].tobytes()
+        if start + PAGE_SIZE > prompt:
+            answer = request.output_ids[max(start - prompt, 0) : start + PAGE_SIZE - prompt]
+            tokens += np.array(answer, dtype=np.int64).tobytes()
+        return tokens, max(prompt, start + 1) if self._reads_hint else 0
+
+    def _add(self, seat: int, page: int, key: Key) -> bool:
+        """Move a seat's tip to its next full page. Whether a page was exchanged."""
+        tip = self._tip[seat]
+        node = self.child(tip, key)
+        self._move(seat, node, page + 1)
+        changed = False
+        for i, group in enumerate(self.groups):
+            own, known = int(group.table[seat, page]), node.pages[i]
+            if own < 0 or own == known:  # given back already, for a step that is under way
+                continue
+            if known >= 0:
+                group.exchange(seat, page, known)
+                changed = True
+                continue
+            self.own(node, i, own)
+        return changed
+
+    def own(self, node: Node, group: int, page: int) -> None:
+        """A held page is the one of a node now."""
+        node.pages[group] = page
+        self.owners[group][page] = node
+        self.groups[group].pool.keep(page)
+
+    def _move(self, seat: int, node: Node, noted: int) -> None:
+        left = self._tip[seat]
+        node.tips += 1
+        left.tips -= 1
+        self._tip[seat], self._noted[seat] = node, noted
+        self.prune(left)
+
+    def prune(self, node: Node) -> None:
+        """Take a node that leads to nothing out of the tree, and those above it that then lead to nothing."""
+        while node.parent is not None and not node.children and not node.tips and max(node.pages, default=-1) < 0:
+            node.parent.children.pop(node.key, None)
+            node = node.parent
+
+    def _drop(self, group: int, page: int) -> None:
+        """Forget the rows of a page."""
+        node = self.owners[group].pop(page)
+        node.pages[group] = -1
+        self.groups[group].pool.forget(page)
+        self.prune(node)
+
+    def _evict(self, group: int, page: int) -> None:
+        self._stats.evictions += 1
+        self._drop(group, page)
+
+    def _expire(self) -> None:
+        """Forget pages that were idle for too long."""
+        for i, group in enumerate(self.groups):
+            idle, oldest = group.pool.idle, group.pool.clock() - self._time_to_live
+            while idle and next(iter(idle.values())) < oldest:
+                self._drop(i, next(iter(idle)))
+                self._stats.expired += 1
