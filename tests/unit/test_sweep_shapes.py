@@ -16,14 +16,14 @@ from tests.sweeping import FakeMachine, FakeTimer, spec_of
 SHAPES = Path(__file__).parent.parent / "bench" / "shapes"
 GOOD = (
     '[{"op": "linear", "params": {"terms": 20, "lines": 6, "dtype": "float32", "biased": true, "align": 4, '
-    '"chosen": false}, "tokens": [2], "new": 1, "context": 9}]'
+    '"chosen": false, "wide": false}, "tokens": [2], "new": 1, "context": 9}]'
 )
 BROKEN = (
     (GOOD, "", "not valid JSON"),
     (GOOD, "[]", "is not a list of 1 entries or more"),
     (GOOD, "{}", "is not a list"),
     (GOOD, '[{"tokens": [1]}]', "lacks the key 'params'"),
-    (GOOD, '[{"op": "linear", "params": {}, "tokens": [1]}]', "lacks terms, lines, dtype, biased, align, chosen"),
+    (GOOD, '[{"op": "linear", "params": {}, "tokens": [1]}]', "lacks terms, lines, dtype, biased, align, chosen, wide"),
     ('"lines"', '"rows"', "lacks lines and has the unknown rows"),
     ("20", '"20"', "params.terms is '20', not of type int"),
     ("20", "[1, [2]]", "params.terms is '[1, [2]]', not of type int"),
