@@ -30,6 +30,7 @@ SPILLED = 512
 """Words of 4 bytes that a thread may keep in memory for want of registers."""
 INTERPRETED_BYTES = 64 << 20
 """Of operands of a call that the interpreter is given at most."""
+_EARLY = ("gdc_wait", "gdc_launch_dependents")
 Run = Callable[[], None]
 
 
@@ -218,9 +219,11 @@ class Interpreter:
     most_bytes: int = INTERPRETED_BYTES
     group: int = 1 << 20
     _patch: Any = None
+    _early: tuple[Any, ...] = ()
 
     def __enter__(self) -> Interpreter:
-        """Triton 3.6 cannot use a scalar as a loop's bound under NumPy 2.4 and newer: mended until the exit."""
+        """Two things are mended until the exit: Triton 3.6 cannot use a scalar as a loop's bound under NumPy 2.4 and
+        newer, and the interpreter knows no launches that start early, which it has no need of."""
         interpreter: Any = import_module("triton.runtime.interpreter")
         self._patch = usual = interpreter._patch_lang_tensor
 
@@ -229,11 +232,18 @@ class Interpreter:
             tensor.__index__ = lambda self: int(self.handle.data.item())
 
         interpreter._patch_lang_tensor = patch
+        cuda = import_module("triton.language").extra.cuda
+        self._early = tuple(getattr(cuda, name) for name in _EARLY)
+        for name in _EARLY:
+            setattr(cuda, name, lambda: None)
         return self
 
     def __exit__(self, *error: object) -> None:
         interpreter: Any = import_module("triton.runtime.interpreter")
         interpreter._patch_lang_tensor = self._patch
+        cuda = import_module("triton.language").extra.cuda
+        for name, usual in zip(_EARLY, self._early):
+            setattr(cuda, name, usual)
 
     def compile(self, spec: AnySpec, params: Any, configs: Sequence[Any], operands: Mapping[str, Tensor]) -> list[str]:
         """There is nothing to compile."""

@@ -106,7 +106,7 @@ def test_the_table_says_what_was_found(cli: Run, device: FakeMachine, tmp_path: 
     assert "rms_norm size=40 leading=1 dtype=float32" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.strip().startswith(("1 ", "16 "))]
     assert [row[:7] for row in rows] == [[str(n), "100.0", "3.1", "32.00", "29", "5", "24"] for n in (1, 16)]
-    assert all(row[7:] == ["rows=32", "num_warps=1"] for row in rows)
+    assert all(row[7:] == ["rows=32", "num_warps=1", "pdl=True"] for row in rows)
     assert "'out' is 1.0e-02 of its largest value off" in done.stdout
     again = cli("tune", "rms_norm", "--shapes", norm, "--store", tmp_path / "s", "--json")
     assert [row["stored"] for row in document(again)["shapes"]] == [True, True]

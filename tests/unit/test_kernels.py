@@ -181,11 +181,11 @@ def test_goldens_begin_with_a_stamp_that_still_renders() -> None:
 def test_a_template_must_name_what_it_gets_and_print_its_stamp(templates: Path) -> None:
     (templates / "rms_norm").mkdir()
     names = sorted(render_module.encode_values("", kernels.fields_of(NORM.cases[0].params)))
-    body = "".join(f"{name} = {{{{ {name} }}}}\n" for name in [*names, "rows", "num_warps"])
+    body = "".join(f"{name} = {{{{ {name} }}}}\n" for name in [*names, "rows", "num_warps", "pdl"])
     file = templates / "rms_norm" / "triton.py.j2"
     file.write_text("# {{ stamp }}\n" + body)
     arguments = (NORM, NORM.cases[0].params, NORM.config(1, 1), "triton")
-    assert render_kernel(*arguments).count("\n") == len(names) + 3
+    assert render_kernel(*arguments).count("\n") == len(names) + 4
     file.write_text("# {{ stamp }}\n" + body + "{{ extra }}")
     with pytest.raises(ValueError, match="extra"):
         render_kernel(*arguments)
