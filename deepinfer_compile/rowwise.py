@@ -44,6 +44,7 @@ class Kind(Enum):
     SIZE = "a size"
     ROW_IDS = "indices of wanted rows"
     BATCH = "batch metadata or a cache"
+    ROW_BATCH = "metadata of a batch of wanted rows"
 
 
 Value = Any
@@ -165,11 +166,14 @@ def aligned(call: Call, args: list[Node], rank: int) -> Value:
     return Kind.CONST if found is None else found
 
 
-def analyse(program: Program) -> Value:
-    """What the program's result depends on. Raises NotRowwise for the first op that mixes tokens or has no rule."""
+def analyse(program: Program, env: dict[Node, Value] | None = None) -> Value:
+    """What the program's result depends on; `env` is filled with what each value of the skeleton depends on.
+
+    Raises NotRowwise for the first op that mixes tokens or has no rule.
+    """
     tokens = expr(tokens_of(program))
     seen: dict[tuple[str, tuple[Value, ...]], Value] = {}
-    env: dict[Node, Value] = {}
+    env = {} if env is None else env
     for node in program.skeleton.graph.nodes:
         if node.op == "placeholder":
             env[node] = input_value(node, program, tokens)

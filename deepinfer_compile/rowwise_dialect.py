@@ -110,6 +110,33 @@ def _cached_attention(call: Call) -> Value:
     return _agree(call, [expect(call, name, 0) for name in ("q", "k", "v", "slot")])
 
 
+@rule("deepinfer.write_kv")
+def _write_kv(call: Call) -> Value:
+    _cache(call, call.arg("kv"))
+    return _agree(call, [expect(call, name, 0) for name in ("k", "v", "slot")])
+
+
+@rule("deepinfer.shared_attention")
+def _shared_attention(call: Call) -> Value:
+    call.constant(call.arg("sinks"), "the sinks")
+    _cache(call, call.arg("kv"))
+    found = _agree(call, [expect(call, name, 0) for name in ("q", "slot")])
+    wanted = Kind.BATCH if found.axis == "tokens" else Kind.ROW_BATCH
+    for name in ("query_start", "seq_len", "block_table"):
+        if call.of(call.arg(name)) is not wanted:
+            call.refuse(f"{name} is not the metadata of the {found.axis} that attend")
+    return found
+
+
+@rule("deepinfer.row_batch")
+def _row_batch(call: Call) -> Value:
+    if call.of(call.arg("rows")) is not Kind.ROW_IDS:
+        call.refuse("its rows are not the input `rows`")
+    if any(call.of(call.arg(name)) is not Kind.BATCH for name in ("query_start", "seq_len", "block_table")):
+        call.refuse("its metadata is not that of the batch")
+    return call.same_for_all(Kind.ROW_BATCH)
+
+
 @rule("deepinfer.cached_latent_attention")
 def _cached_latent_attention(call: Call) -> Value:
     call.constant(call.arg("w_uk"), "w_uk")
