@@ -12,6 +12,7 @@ from deepinfer_compile.errors import BadOption, UnknownOption
 
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHTS = ("copy", "link", "none")
+REPLAYS = ("auto", "off", "compact")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class BuildSettings:
     machine's. weights: copy into the bundle, link to the folder, or none. waive: passes that may miss what a preset
     says they must match. trim: trace only the first and last layer of each kind. tuned: folder of measurements (`tune
     --store`), from which kernels take their configurations.
+    replay: of a model whose upper layers share keys, the rows of a prompt that its upper half runs on: the needed ones
+    where that is exact (auto), or all (off).
     """
 
     dtype: str = "auto"
@@ -33,9 +36,11 @@ class BuildSettings:
     waive: tuple[str, ...] = ()
     trim: bool = True
     tuned: str | PathLike[str] | None = None
+    replay: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", DTYPES), ("weights", WEIGHTS), ("isa", (None, "x86-64-v3", "x86-64-v4"))):
+        isas = (None, "x86-64-v3", "x86-64-v4")
+        for name, allowed in (("dtype", DTYPES), ("weights", WEIGHTS), ("isa", isas), ("replay", REPLAYS)):
             if getattr(self, name) not in allowed:
                 raise BadOption(
                     name=name, value=getattr(self, name), reason="not one of the choices", fix=f"use one of {allowed}"

@@ -13,6 +13,7 @@ from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, argument, fake_mode_of, is_op, remove_dead, value, writes
 from deepinfer_compile.ops import OUTPUT_PROJECTION, ROW_BATCH
 from deepinfer_compile.passbase import NONE, PassContext, register
+from deepinfer_compile.products import projection_flops, row_flops
 from deepinfer_compile.program import Program, output_values
 from deepinfer_compile.prune import prune
 from deepinfer_compile.rowwise import Rows, analyse
@@ -34,6 +35,7 @@ class NarrowDecoder:
             h and the metadata describes each as a request of one token; then `layer2(h', ...)` and `suffix(y')`
     Exact: in the decoder each row reads its own row and keys in caches that the encoder and the boundary wrote, which
     is proven again on the result. `info["split"]["replay"]` is then "compact", and "keep" 0: no row but the wanted.
+    "flops": of the matrix products for every token, and for a wanted one besides them and the output projection.
     Left alone: programs that are not split, and all with the setting replay="off". A decoder that writes caches of its
     own (windows), since later tokens would miss what its other rows write there.
     """
@@ -57,10 +59,12 @@ class NarrowDecoder:
         if ctx.claim(decoder[0], f"the decoder runs on the wanted rows: {split['why']}"):
             env: dict[Node, Any] = {}
             analyse(program, env)
+            whole = row_flops(program, (c for c in program.calls() if c not in decoder))
+            upper = row_flops(program, decoder) - projection_flops(program, decoder)
             selected = _select(program, decoder, env)
             _renew(program, decoder)
             parts = {**split["parts"], selected.name: "decoder"}
-            program.info["split"] = {**split, "replay": "compact", "keep": 0, "exact": True, "parts": parts}
+            program.info["split"] = {**split, "replay": "compact", "keep": 0, "exact": True, "parts": parts, "flops": [whole, upper]}
             analyse(program)
         return program
 

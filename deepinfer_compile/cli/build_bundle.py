@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 JSON_OPTION = typer.Option("--json", help="Print the result, or the error, as one JSON document.")
 DTYPE_OPTION = typer.Option(help="Computing type: auto (the checkpoint's), float32 or bfloat16.")
+REPLAY_OPTION = typer.Option(
+    help="If upper layers share keys, run them on the needed rows of a prompt: auto (if exact), off or compact."
+)
 WAIVE_OPTION = typer.Option(metavar="PASS", help="A pass that may miss what it must match; recorded. May be repeated.")
 
 
@@ -33,6 +36,7 @@ def build(
     weights: Annotated[str, typer.Option(help="copy into the bundle, link to MODEL_DIR, or none.")] = "copy",
     waive: Annotated[list[str] | None, WAIVE_OPTION] = None,
     tuned: Annotated[Path | None, typer.Option(metavar="DIR", help="Configurations that `tune --store` found.")] = None,
+    replay: Annotated[str, REPLAY_OPTION] = "auto",
     dump: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write every stage, its diff and remarks; reproducers too.")
     ] = None,
@@ -49,7 +53,7 @@ def build(
     from deepinfer_compile.cli.facts import describe_bundle
 
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "native": not graph_only, "isa": isa}
-    options |= {"weights": weights, "waive": waived(waive), "tuned": tuned}
+    options |= {"weights": weights, "waive": waived(waive), "tuned": tuned, "replay": replay}
     observers = watchers(dump, print_after, to_stderr=as_json)
     with Stages(live=print_after is None) as stages:
         files = deepinfer_compile.build(model, out, target or "cpu", observers=observers, progress=stages, **options)
