@@ -45,6 +45,8 @@ from deepinfer_compile.targets.cpu_kernels import (
 KERNELS = (
     ("aten.linear", "linear"),
     ("deepinfer.cached_attention", "cached_attention"),
+    ("deepinfer.write_kv", "write_kv"),
+    ("deepinfer.shared_attention", "shared_attention"),
     ("deepinfer.cached_latent_attention", "cached_latent_attention"),
     ("deepinfer.experts", "experts"),
 )
