@@ -70,9 +70,9 @@ nothing; the rows of the tokens must be written. A token of slot -1 gives 0."""
 def _row_batch(
     rows: Tensor, query_start: Tensor, seq_len: Tensor, block_table: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    last = query_start[1:].contiguous()
-    request = torch.searchsorted(last, rows.to(last.dtype), right=True).clamp(max=seq_len.shape[0] - 1)
-    behind = last[request] - 1 - rows
+    found = torch.searchsorted(query_start, rows.to(query_start.dtype), right=True) - 1
+    request = found.clamp(min=0, max=seq_len.shape[0] - 1)
+    behind = (query_start[request + 1] - 1 - rows).clamp(min=0)
     starts = torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=rows.device)
     lengths = (seq_len[request] - behind).clamp(min=0).to(torch.int32)
     return starts, lengths, block_table.index_select(0, request)
