@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.graph import Editor, argument, fake_mode_of, is_op, remove_dead, value, writes
+from deepinfer_compile.graph import Editor, argument, copy_module, fake_mode_of, is_op, remove_dead, value, writes
 from deepinfer_compile.ops import OUTPUT_PROJECTION, ROW_BATCH
 from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.products import projection_flops, row_flops
@@ -36,8 +36,8 @@ class NarrowDecoder:
     Exact: in the decoder each row reads its own row and keys in caches that the encoder and the boundary wrote, which
     is proven again on the result. `info["split"]["replay"]` is then "compact", and "keep" 0: no row but the wanted.
     "flops": of the matrix products for every token, and for a wanted one besides them and the output projection.
-    Left alone: programs that are not split, and all with the setting replay="off". A decoder that writes caches of its
-    own (windows), since later tokens would miss what its other rows write there.
+    Left alone: programs that are not split, and all with the setting replay="off". Layers up to the last one that
+    writes keys of its own (a window), since later tokens would miss what its other rows write.
     """
 
     name: ClassVar[str] = "narrow-decoder"
@@ -50,36 +50,46 @@ class NarrowDecoder:
         split = program.info.get("split")
         if split is None or split["replay"] != "off":
             return program
-        decoder = [c for c in program.calls() if split["parts"][c.name] == "decoder"]
         ctx.graph, ctx.layers = "skeleton", tuple(split["above"])
-        reason = _reason(program, decoder, ctx)
+        decoder = [c for c in program.calls() if split["parts"][c.name] == "decoder"]
+        wide = _wide(program, decoder)
+        narrow = [c for c in decoder if c not in wide]
+        upper = row_flops(program, narrow) - projection_flops(program, narrow)
+        reason = "replay is off" if ctx.settings.get("replay") == "off" else _reason(program, wide, narrow, upper)
         if reason:
             ctx.miss(decoder[0], reason)
             return program
-        if ctx.claim(decoder[0], f"the decoder runs on the wanted rows: {split['why']}"):
+        if ctx.claim(narrow[0], f"it and what follows run on the wanted rows; {split['why']}"):
+            whole = row_flops(program, (c for c in program.calls() if c not in narrow))
             env: dict[Node, Any] = {}
             analyse(program, env)
-            whole = row_flops(program, (c for c in program.calls() if c not in decoder))
-            upper = row_flops(program, decoder) - projection_flops(program, decoder)
-            selected = _select(program, decoder, env)
-            _renew(program, decoder)
-            parts = {**split["parts"], selected.name: "decoder"}
-            program.info["split"] = {**split, "replay": "compact", "keep": 0, "exact": True, "parts": parts, "flops": [whole, upper]}
+            parts = {**split["parts"], **dict.fromkeys((c.name for c in wide), "boundary")}
+            parts[_select(program, narrow, env).name] = "decoder"
+            _renew(program, narrow)
+            found = {"replay": "compact", "keep": 0, "exact": True, "parts": parts, "flops": [whole, upper]}
+            program.info["split"] = {**split, **found}
             analyse(program)
         return program
 
 
-def _reason(program: Program, decoder: list[Node], ctx: PassContext) -> str:
-    """Why the decoder cannot run on some rows only; nothing if it can."""
-    if ctx.settings.get("replay") == "off":
-        return "replay is off"
-    for call in decoder:
-        found = next((n for n in program.blocks[str(call.target)].graph.nodes if writes(n)), None)
-        if found is not None:
-            layer = call.meta.get("layer")
-            where = call.name if layer is None else f"layer {layer}"
-            return f"{where} keeps keys of its own, which later tokens read: {found.name}"
-    picks = [n for call in decoder for hole in _row_holes(program, call) for n in hole.users]
+def _wide(program: Program, decoder: list[Node]) -> set[Node]:
+    """The calls of the decoder that write caches, and those that they need: they run on all rows."""
+    left = [c for c in decoder if any(map(writes, program.blocks[str(c.target)].graph.nodes))]
+    found: set[Node] = set()
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left.extend(node.all_input_nodes)
+    return {c for c in decoder if c in found}
+
+
+def _reason(program: Program, wide: set[Node], narrow: list[Node], upper: int) -> str:
+    """Why no call can run on some rows only; nothing if one can."""
+    if not upper:
+        last = max((c.meta["layer"] for c in wide if c.meta.get("layer") is not None), default=None)
+        return f"layer {last} keeps keys of its own, which later tokens read" if wide else "the decoder has no products"
+    picks = [n for call in narrow for hole in _row_holes(program, call) for n in hole.users]
     other = next((n for n in picks if not _picks(n)), None)
     if other is not None:
         return f"{other.name} does more with the wanted rows than to pick them"
@@ -109,9 +119,12 @@ def _unpick(node: Node) -> None:
 
 
 def _select(program: Program, decoder: list[Node], env: dict[Node, Any]) -> Node:
-    """Put a call in front of the decoder that gives the wanted rows of all that it reads from outside."""
-    inside = {*decoder, *(u for c in decoder for u in c.users)}
+    """Put a call in front of the decoder, which moves to the end, that gives the wanted rows of all that it reads."""
+    items = {u for c in decoder for u in c.users if is_op(u, operator.getitem)}
+    inside = {*decoder, *items}
     outside = dict.fromkeys(a for c in decoder for a in c.args if isinstance(a, Node) and a not in inside)
+    for node in [n for n in program.skeleton.graph.nodes if n in inside]:
+        program.skeleton.graph.output_node().prepend(node)
     rows = next(n for n in program.skeleton.graph.nodes if n.op == "placeholder" and n.name == ROWS)
     taken = [n for n in outside if isinstance(env[n], Rows)]
     tables = [n for n in outside if n.name.startswith("block_table_")]
@@ -142,20 +155,30 @@ def _select(program: Program, decoder: list[Node], env: dict[Node, Any]) -> Node
 
 def _renew(program: Program, decoder: list[Node]) -> None:
     """Record what the blocks of the decoder take and give now, and drop their own selection of rows."""
-    done: set[str] = set()
+    kept = {str(c.target) for c in program.calls() if c not in decoder}
+    renewed: dict[str, str] = {}
     for call in decoder:
-        gm = program.blocks[str(call.target)]
-        if call.target not in done:
-            done.add(str(call.target))
-            for node in [n for hole in _row_holes(program, call) for n in hole.users]:
-                _unpick(node)
-            remove_dead(gm.graph)
-            holes = (n for n in gm.graph.nodes if n.op == "placeholder")
-            for hole, arg in zip(holes, call.args):
-                hole.meta["val"] = value(arg)  # type: ignore[arg-type]
-            revalue(gm)
-        vals = output_values(gm)
+        if call.target not in renewed:
+            renewed[str(call.target)] = _renewed(program, call, copied=call.target in kept)
+        call.target = renewed[str(call.target)]
+        vals = output_values(program.blocks[call.target])
         call.meta["val"] = tuple(vals) if isinstance(value(call), (tuple, list)) else vals[0]
         for item in (u for u in call.users if is_op(u, operator.getitem)):
             item.meta["val"] = vals[item.args[1]]  # type: ignore[index]
     prune(program)
+
+
+def _renewed(program: Program, call: Node, copied: bool) -> str:
+    """Renew a block for what a call gives it, or a copy of it; returns its name."""
+    name = f"{call.target}_rows" if copied else str(call.target)
+    if copied:
+        program.blocks[name] = copy_module(program.blocks[str(call.target)])
+        program.skeleton.add_module(name, program.blocks[name])
+    gm = program.blocks[name]
+    for node in [n for hole in _row_holes(program, call) for n in hole.users]:
+        _unpick(node)
+    remove_dead(gm.graph)
+    for hole, arg in zip((n for n in gm.graph.nodes if n.op == "placeholder"), call.args):
+        hole.meta["val"] = value(arg)  # type: ignore[arg-type]
+    revalue(gm)
+    return name
