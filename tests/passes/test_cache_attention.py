@@ -40,8 +40,17 @@ SHARED = {
 """A model, how many caches it needs after the split, and how many of its attentions only read."""
 
 
-@pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("name", SHARED)
+FAST = (("one list", True), ("each its own", True), ("two lists", False))
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        pytest.param(n, s, marks=() if (n, s) in FAST else pytest.mark.slow)
+        for n in SHARED
+        for s in (True, False)
+    ],
+)
 def test_shared_keys_are_kept_once(name: str, split: bool) -> None:
     make, caches, readers = SHARED[name]
     model = make()

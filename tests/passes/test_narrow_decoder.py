@@ -29,6 +29,7 @@ FORMS = {
     "two lists": (Form(one_list=False), 3),
     "one reader": (Form(lower=(0,), upper=(0,)), 0),
     "window between": (Form(upper=(0, 5, 0)), 1),
+    "window last": (Form(lower=(0,), upper=(0, 5)), 0),
 }
 """Forms, and how many of their layers run on wanted rows. One reader alone is a layer with keys of its own."""
 
@@ -44,8 +45,13 @@ def narrowed_layers(program: Program) -> int:
     return sum(parts[c.name] == "decoder" and c.meta["layer"] is not None for c in program.calls())
 
 
+SLOW = ("two lists", "one reader")
+
+
 @pytest.mark.parametrize("chunk", [1, 13, 75])
-@pytest.mark.parametrize("name", [n for n, (_, layers) in FORMS.items() if layers])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n, form in FORMS.items() if form[1]]
+)
 def test_wanted_rows_equal_eager(name: str, chunk: int) -> None:
     """A prompt in chunks, some without a wanted row, between other requests, on poisoned pages."""
     model, program = packed(name)
@@ -69,6 +75,7 @@ def test_blocks_of_the_decoder_have_a_row_for_each_wanted_one() -> None:
     assert calls(after, "deepinfer.row_batch") == 1
 
 
+@pytest.mark.slow
 def test_a_block_that_both_sides_call_is_copied() -> None:
     """Layers 2 and 4 are one block; layer 3 keeps a window, so that layer 2 must run on all rows and 4 need not."""
     form = Form(lower=(0,), upper=(0, 0, 5, 0))
@@ -94,16 +101,17 @@ def test_it_runs_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "replay", "reason"),
-    [(Form(), "off", "replay is off"), (Form(upper=(0, 5)), "auto", "layer 3 keeps keys of its own")],
+    ("name", "replay", "reason"),
+    [("one list", "off", "replay is off"), ("window last", "auto", "layer 2 keeps keys of its own")],
 )
-def test_what_is_left_alone(form: Form, replay: str, reason: str) -> None:
-    program = default().run(capture(make_yoco(form)))[0]
+def test_what_is_left_alone(name: str, replay: str, reason: str) -> None:
+    program = packed(name)[1]
     after, records = go_on(program, NarrowDecoder(), settings={"replay": replay})
     assert {n: to_text(g) for n, g in after.graphs()} == {n: to_text(g) for n, g in program.graphs()}
     assert [(r.kind, reason in r.reason) for r in records[0].remarks] == [("missed", True)]
 
 
+@pytest.mark.slow
 def test_a_model_without_a_boundary_is_left_alone() -> None:
     _, program = packed("one reader")
     assert "split" not in program.info
