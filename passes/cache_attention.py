@@ -148,9 +148,7 @@ def _rewrite(
         scale, softcap, sinks = (argument(node, name) for name in ("scale", "softcap", "sinks"))
         width = int(tensor(node).shape[-1])
         q = _rows(edit, node.args[0])
-        out = edit.call(
-            SHARED_ATTENTION.overload, q, cache, *meta, scale, site.window, softcap, sinks, width
-        )
+        out = edit.call(SHARED_ATTENTION.overload, q, cache, *meta, scale, site.window, softcap, sinks, width)
     elif site.kind == "kv":
         q, k, v = (_rows(edit, n) for n in node.args[:3])
         scale, softcap = argument(node, "scale"), argument(node, "softcap")

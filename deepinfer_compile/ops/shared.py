@@ -1,8 +1,8 @@
 """Attention over keys that other layers share: the cache is written once for all tokens, and read by each of them.
 
-`write_kv` gives back the slots that it filled, and `shared_attention` takes them as its own, so that no order of a graph
-can put a reader before the writer. Which tokens attend is a matter of the batch metadata alone: `row_batch` describes
-chosen tokens as requests of one token each, and what was not chosen is not computed.
+`write_kv` gives back the slots that it filled, and `shared_attention` takes them as its own, so that no order of a
+graph can put a reader before the writer. Which tokens attend is a matter of the batch metadata alone: `row_batch`
+describes chosen tokens as requests of one token each, and what was not chosen is not computed.
 """
 
 from __future__ import annotations
@@ -91,5 +91,5 @@ ROW_BATCH = define(
     fake=_row_batch_fake,
     work=lambda rows, query_start, seq_len, block_table: Work(0, size_bytes(rows, block_table)),
 )
-"""Chosen tokens as requests of one token that see what the token sees: rows i64[N] of the T packed tokens, metadata of R
+"""Chosen tokens as requests of one token that see what the token sees: rows i64[N] of the packed tokens, metadata of R
 requests -> query_start i32[N + 1], seq_len i32[N], block_table i32[N, P]."""

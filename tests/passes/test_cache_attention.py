@@ -35,7 +35,11 @@ SHARED = {
     "one block": (lambda: make_yoco(Form(lower=(0,), upper=(0, 0))), 2, 2),
     # every layer makes keys of the shared value: one writing block for all of them, a cache each
     "each its own": (lambda: Decoder(SharedForm((0, 9, None, None), (False, True, True, True), 1, each=True)), 5, 3),
-    "keys are values": (lambda: Decoder(SharedForm((0, 9, None, None), (False, True, True, True), 1, keys="latent")), 3, 3),
+    "keys are values": (
+        lambda: Decoder(SharedForm((0, 9, None, None), (False, True, True, True), 1, keys="latent")),
+        3,
+        3,
+    ),
 }
 """A model, how many caches it needs after the split, and how many of its attentions only read."""
 
@@ -45,11 +49,7 @@ FAST = (("one list", True), ("each its own", True), ("two lists", False))
 
 @pytest.mark.parametrize(
     ("name", "split"),
-    [
-        pytest.param(n, s, marks=() if (n, s) in FAST else pytest.mark.slow)
-        for n in SHARED
-        for s in (True, False)
-    ],
+    [pytest.param(n, s, marks=() if (n, s) in FAST else pytest.mark.slow) for n in SHARED for s in (True, False)],
 )
 def test_shared_keys_are_kept_once(name: str, split: bool) -> None:
     make, caches, readers = SHARED[name]
