@@ -78,7 +78,7 @@ def _source(call: Node, at: list[int], window: int) -> Source | None:
 
 def _maker(arg: object) -> tuple[Node, int] | None:
     """The block call that gives a skeleton value, and at which place."""
-    call, place = (arg.args[0], arg.args[1]) if is_op(arg, operator.getitem) else (arg, 0)  # type: ignore[union-attr]
+    call, place = (arg.args[0], arg.args[1]) if isinstance(arg, Node) and is_op(arg, operator.getitem) else (arg, 0)
     if not isinstance(call, Node) or call.op != "call_module" or not isinstance(place, int):
         return None
     return call, place

@@ -255,8 +255,8 @@ def _pass_on(
             extra[site.hole] = hole(cache, metas.cache(site))
             group = metas.windows.index(site.window)
             caches.append(CacheSpec(cache, site.kind, group, layer, site.shape, site.dtype))
-        for site in (s for s in sites[str(call.target)] if s.sources is not None):
-            source = site.sources[call]
+        for site, sources in ((s, s.sources) for s in sites[str(call.target)] if s.sources is not None):
+            source = sources[call]
             extra[site.hole] = inputs[names[source.maker, source.pair]]
             extra[_slots(site)] = item_of(source.maker, writers[str(source.maker.target)].place(source.pair))
         holes = [n.name for n in program.blocks[str(call.target)].graph.nodes if n.op == "placeholder"]

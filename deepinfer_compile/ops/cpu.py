@@ -58,8 +58,8 @@ def _write_kv(k: Tensor, v: Tensor, kv: Tensor, slot: Tensor) -> Tensor:
     return torch.empty_like(slot)
 
 
-def _shared_attention(q: Tensor, *rest: object) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], rest[-1])
+def _shared_attention(q: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1], rest[-1]))
 
 
 def _latent_attention(

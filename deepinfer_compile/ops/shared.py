@@ -7,6 +7,8 @@ describes chosen tokens as requests of one token each, and what was not chosen i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,12 +47,12 @@ def _shared_attention(
     return attend_pages(q, kv, *meta, scale, window, softcap, sinks, value_width)
 
 
-def _shared_attention_fake(q: Tensor, *rest: object) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], rest[-1])
+def _shared_attention_fake(q: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1], rest[-1]))
 
 
-def _shared_attention_work(q: Tensor, kv: Tensor, query_start: Tensor, seq_len: Tensor, *rest: object) -> Work:
-    context, value_width = int(seq_len.sum()), int(str(rest[-1]))
+def _shared_attention_work(q: Tensor, kv: Tensor, query_start: Tensor, seq_len: Tensor, *rest: Any) -> Work:
+    context, value_width = int(seq_len.sum()), int(rest[-1])
     queries = max(1, q.shape[0] // max(1, seq_len.shape[0]))
     flops = 2 * q.shape[1] * context * (q.shape[2] + value_width) * queries
     return Work(flops, context * kv.shape[3] * (q.shape[2] + value_width) * kv.element_size() + size_bytes(q))
