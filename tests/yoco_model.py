@@ -134,3 +134,12 @@ def make_yoco(form: Form = Form(), seed: int = 0) -> Yoco:
     """A random model in eval mode."""
     torch.manual_seed(seed)
     return Yoco(form).eval()
+
+
+def eager_tokens(model: nn.Module, prompt: list[int], count: int) -> list[int]:
+    """Greedy tokens, the whole sequence read anew for each."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]

@@ -24,26 +24,17 @@ from deepinfer_compile.ops import CACHED_ATTENTION, SHARED_ATTENTION
 from deepinfer_compile.runtime.loading import open_executor
 from deepinfer_compile.settings import BuildSettings
 from tests.e2e.parity import bundle_tokens, prompts
-from tests.yoco_model import VOCAB, WIDTH, Form, make_yoco
+from tests.yoco_model import VOCAB, WIDTH, Form, eager_tokens, make_yoco
 
 COUNT = 12
 LENGTHS = (1, 5, 70, 3, 33, 1)
 FORMS = {"one list": Form(), "two lists": Form(one_list=False), "window between": Form(upper=(0, 5, 0))}
 
 
-def eager_tokens(model: Any, prompt: list[int], count: int = COUNT) -> list[int]:
-    """Greedy tokens, the whole sequence read anew for each."""
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(count):
-            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
 @functools.cache
 def wanted(name: str, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     model = make_yoco(FORMS[name])
-    return [eager_tokens(model, p) for p in prompts(VOCAB, lengths)]
+    return [eager_tokens(model, p, COUNT) for p in prompts(VOCAB, lengths)]
 
 
 def check_generation(folder: Path, name: str, native: bool) -> None:
