@@ -23,7 +23,8 @@ from deepinfer_compile.errors import BadOption
 from deepinfer_compile.ops import CACHED_ATTENTION, SHARED_ATTENTION
 from deepinfer_compile.runtime.loading import open_executor
 from deepinfer_compile.settings import BuildSettings
-from tests.e2e.parity import bundle_tokens, prompts
+from tests import models
+from tests.e2e.parity import bundle_tokens, check_parity, prompts
 from tests.yoco_model import VOCAB, WIDTH, Form, eager_tokens, make_yoco
 
 COUNT = 12
@@ -165,6 +166,14 @@ def test_programs_for_few_tokens_run_every_layer() -> None:
     replays = {name: p.info["split"]["replay"] for name, p in compiled.programs.items()}
     assert replays == {"prefill": "compact", "decode": "off", "verify": "off"}
     assert [c.name for c in compiled.programs["decode"].caches] == ["cache_0_0", "cache_1_0", "cache_2_0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+def test_published_models_that_share_keys(name: str, tmp_path: Path) -> None:
+    """Their last layers read keys and values of the last layers before them, global ones and those of a window."""
+    check_parity(models.make(name), tmp_path / "b", native=False, count=48)
+    assert prefill_split(tmp_path / "b")["replay"] == "compact"
 
 
 def test_an_unknown_replay_is_refused(tmp_path: Path) -> None:
