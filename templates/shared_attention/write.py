@@ -9,7 +9,17 @@ from typing import Any
 import torch
 
 from deepinfer_compile import ops
-from deepinfer_compile.kernels import Call, Case, KernelSpec, Limits, Refused, alignment, pointer, side_by_side, type_name
+from deepinfer_compile.kernels import (
+    Call,
+    Case,
+    KernelSpec,
+    Limits,
+    Refused,
+    alignment,
+    pointer,
+    side_by_side,
+    type_name,
+)
 from deepinfer_compile.ops.registry import Work
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
@@ -94,7 +104,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
 def work(params: Params, new: Sequence[int], lengths: Sequence[int]) -> Work:
     """Keys and values are read and stored once."""
     width = params.kv_heads * (params.key_width + params.value_width) * params.dtype.itemsize
-    return Work(0, sum(new) * (2 * width + 16))
+    return Work(0, sum(new) * 2 * width)
 
 
 def inputs(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
