@@ -12,7 +12,7 @@ from deepinfer_compile.errors import BadOption, UnknownOption
 
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHTS = ("copy", "link", "none")
-REPLAYS = ("auto", "off", "compact")
+REPLAYS = ("compact", "off")
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class BuildSettings:
     machine's. weights: copy into the bundle, link to the folder, or none. waive: passes that may miss what a preset
     says they must match. trim: trace only the first and last layer of each kind. tuned: folder of measurements (`tune
     --store`), from which kernels take their configurations.
-    replay: of a model whose upper layers share keys, the rows of a prompt that its upper half runs on: the needed ones
-    where that is exact (auto), or all (off).
+    replay: of a model whose upper layers share keys, the rows of a prompt that they run on: those whose logits are
+    wanted, for the layers where that is exact (compact), or all (off).
     """
 
     dtype: str = "auto"
@@ -36,7 +36,7 @@ class BuildSettings:
     waive: tuple[str, ...] = ()
     trim: bool = True
     tuned: str | PathLike[str] | None = None
-    replay: str = "auto"
+    replay: str = "compact"
 
     def __post_init__(self) -> None:
         isas = (None, "x86-64-v3", "x86-64-v4")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 JSON_OPTION = typer.Option("--json", help="Print the result, or the error, as one JSON document.")
 DTYPE_OPTION = typer.Option(help="Computing type: auto (the checkpoint's), float32 or bfloat16.")
 REPLAY_OPTION = typer.Option(
-    help="If upper layers share keys, run them on the needed rows of a prompt: auto (if exact), off or compact."
+    help="Layers that share keys run on the wanted rows of a prompt, where that is exact (compact), or all (off)."
 )
 WAIVE_OPTION = typer.Option(metavar="PASS", help="A pass that may miss what it must match; recorded. May be repeated.")
 
@@ -36,7 +36,7 @@ def build(
     weights: Annotated[str, typer.Option(help="copy into the bundle, link to MODEL_DIR, or none.")] = "copy",
     waive: Annotated[list[str] | None, WAIVE_OPTION] = None,
     tuned: Annotated[Path | None, typer.Option(metavar="DIR", help="Configurations that `tune --store` found.")] = None,
-    replay: Annotated[str, REPLAY_OPTION] = "auto",
+    replay: Annotated[str, REPLAY_OPTION] = "compact",
     dump: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write every stage, its diff and remarks; reproducers too.")
     ] = None,

@@ -139,7 +139,7 @@ def test_a_bundle_from_another_machine_runs_without_triton() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("replay", ["off", "auto"])
+@pytest.mark.parametrize("replay", ["off", "compact"])
 def test_shared_keys_are_served_by_kernels(replay: str, tmp_path: Path) -> None:
     """A decoder whose upper half reads keys of the lower one: prompts by halves, decode steps as graphs."""
     model = yoco_model.make_yoco()

@@ -47,14 +47,14 @@ def check_generation(folder: Path, name: str, native: bool) -> None:
     assert bundle_tokens(llm, given[2:5], COUNT) == wanted(name)[2:5]
 
 
-@pytest.mark.parametrize("replay", ["off", "auto"])
+@pytest.mark.parametrize("replay", ["off", "compact"])
 def test_generation(replay: str) -> None:
     check_generation(built(replay), "one list", False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("replay", ["off", "auto"])
+@pytest.mark.parametrize("replay", ["off", "compact"])
 @pytest.mark.parametrize("name", FORMS)
 def test_generation_of_other_forms(name: str, replay: str, native: bool, tmp_path: Path) -> None:
     deepinfer_compile.build(make_yoco(FORMS[name]), tmp_path / "b", native=native, replay=replay)
@@ -77,7 +77,7 @@ def small(replay: str) -> LLM:
     return LLM(executor, max_num_seqs=4, max_num_batched_tokens=16, memory_bytes=memory, max_model_len=128)
 
 
-@pytest.mark.parametrize("replay", ["off", "auto"])
+@pytest.mark.parametrize("replay", ["off", "compact"])
 def test_preempted_requests_read_their_tokens_again(replay: str) -> None:
     llm = small(replay)
     given = prompts(VOCAB, (60, 61, 62, 58))
@@ -91,7 +91,7 @@ def test_logits_of_prompt_tokens_are_those_of_the_whole_model() -> None:
     given = prompts(VOCAB, (40, 1, 7))
     told = [
         [(o.prompt_logprobs, o.outputs[0].token_ids) for o in load(replay).generate(given, params)]
-        for replay in ("off", "auto")
+        for replay in ("off", "compact")
     ]
     for (off, ids), (auto, same) in zip(*told, strict=True):
         assert ids == same
@@ -128,7 +128,7 @@ class Rows(TorchDispatchMode):
 def test_the_decoder_runs_on_wanted_rows_only() -> None:
     """70 tokens in chunks of 16 and one token more: the upper three layers see one row of the prompt, not 70."""
     counted = {}
-    for replay in ("off", "auto"):
+    for replay in ("off", "compact"):
         llm = load(replay)
         with Rows() as rows:
             bundle_tokens(llm, prompts(VOCAB, (70,)), 2)
@@ -138,10 +138,10 @@ def test_the_decoder_runs_on_wanted_rows_only() -> None:
     for rows in counted.values():
         assert rows.attending[lower] == [n for n in chunks for _ in range(2)]
     assert counted["off"].attending[upper] == [n for n in chunks for _ in range(3)]
-    assert counted["auto"].attending[upper] == [n for n in (0, 0, 0, 0, 1, 1) for _ in range(3)]
-    every, wanted_rows = prefill_split(built("auto"))["flops"]
+    assert counted["compact"].attending[upper] == [n for n in (0, 0, 0, 0, 1, 1) for _ in range(3)]
+    every, wanted_rows = prefill_split(built("compact"))["flops"]
     # the wanted row's output projection is a plain linear behind the picked row, and in "off" one operation
-    assert counted["off"].flops - counted["auto"].flops == 69 * wanted_rows - 2 * VOCAB * WIDTH
+    assert counted["off"].flops - counted["compact"].flops == 69 * wanted_rows - 2 * VOCAB * WIDTH
     assert every + wanted_rows > 2 * every
 
 
@@ -152,10 +152,10 @@ def prefill_split(folder: Path) -> dict[str, Any]:
 
 
 def test_the_report_says_where_and_why() -> None:
-    text = (built("auto") / "report.md").read_text()
+    text = (built("compact") / "report.md").read_text()
     assert "encoder-decoder, boundary at layer 2: 3 global attentions of layers 2 to 4 read keys made of" in text
     assert "prefill: of 118,368 FLOPs of matrix products a token 64,800 (55%) are spent on the rows" in text
-    told = explain_bundle(read_bundle(built("auto")))
+    told = explain_bundle(read_bundle(built("compact")))
     assert [line in text for line in told["split"]] == [True, True]
     assert "narrow-decoder, skeleton: prefix_decoder: replay is off" in (built("off") / "report.md").read_text()
 
@@ -179,3 +179,15 @@ def test_published_models_that_share_keys(name: str, tmp_path: Path) -> None:
 def test_an_unknown_replay_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadOption, match="replay"):
         deepinfer_compile.build(make_yoco(), tmp_path / "b", native=False, replay="some")
+
+
+@pytest.mark.parametrize("replay", ["off", "compact"])
+def test_prefixes_are_found_again(replay: str) -> None:
+    """The shared cache holds a prompt's every token, however few rows the decoder ran on: a later prompt may use it."""
+    llm = load(replay)
+    base = prompts(VOCAB, (100,))[0]
+    given = [base[:70], [*base[:70], 5, 9], base[:66]]
+    model = make_yoco()
+    for prompt in given:
+        assert bundle_tokens(llm, [prompt], 4) == [eager_tokens(model, prompt, 4)]
+    assert llm.prefix_stats.hit_tokens > 0

@@ -102,7 +102,7 @@ def test_it_runs_once() -> None:
 
 @pytest.mark.parametrize(
     ("name", "replay", "reason"),
-    [("one list", "off", "replay is off"), ("window last", "auto", "layer 2 keeps keys of its own")],
+    [("one list", "off", "replay is off"), ("window last", "compact", "layer 2 keeps keys of its own")],
 )
 def test_what_is_left_alone(name: str, replay: str, reason: str) -> None:
     program = packed(name)[1]
