@@ -13,6 +13,7 @@ from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.choose_latent_form import ChooseLatentForm
 from deepinfer_compile.passes.fuse_add_norm import FuseAddNorm
 from deepinfer_compile.passes.fuse_linear_casts import FuseLinearCasts
+from deepinfer_compile.passes.keep_last_rows import KeepLastRows
 from deepinfer_compile.passes.narrow_decoder import NarrowDecoder
 from deepinfer_compile.passes.prove_rowwise import ProveRowwise
 from deepinfer_compile.passes.raise_activation import RaiseActivation
@@ -50,7 +51,7 @@ PACK: tuple[Pass, ...] = (
 )
 
 PHASES: dict[str, tuple[Pass, ...]] = {
-    "prefill": (ChooseLatentForm(form="expanded"), NarrowDecoder()),
+    "prefill": (ChooseLatentForm(form="expanded"), KeepLastRows(), NarrowDecoder()),
     "decode": (ChooseLatentForm(form="absorbed"),),
     "verify": (ChooseLatentForm(form="absorbed"),),
 }

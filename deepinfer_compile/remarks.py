@@ -24,7 +24,8 @@ def split_remarks(programs: Mapping[str, Mapping[str, Any]]) -> list[str]:
         part = wanted / max(1, every + wanted)
         lines.append(
             f"{name}: of {every + wanted:,} FLOPs of matrix products a token {wanted:,} ({part:.0%}) are spent on the "
-            "rows whose logits are wanted only; exact"
+            + (f"last {split['keep']} rows of a prompt" if split["keep"] else "rows whose logits are wanted only")
+            + ("; exact" if split["exact"] else f"; an approximation, {split['halo']} rows would be exact")
         )
     return lines
 

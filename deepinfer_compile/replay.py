@@ -210,6 +210,11 @@ class _Batch:
         for request, length in zip(self.requests, lengths):
             request.done = length
         given = _inputs(self.program, [*parts, ([0], 0, 1)], int(query_start[self.MAIN]), rows)
+        if any(n.name == "kept" for n in self.program.inputs()):  # of the whole sequence, so that nothing is left out
+            meta |= {
+                "kept": torch.arange(int(counts.sum()) + 1),
+                "kept_start": torch.zeros(len(parts), dtype=torch.int64),
+            }
         return {**given, **meta}
 
     def _table(self, group: int) -> Tensor:

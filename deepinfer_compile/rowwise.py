@@ -29,7 +29,8 @@ from deepinfer_compile.skeleton import tokens_of
 class Rows:
     """A tensor whose dimension `dim` runs over rows, index = row * inner + j; an element depends on its own row only.
 
-    axis: "tokens" for the T packed tokens, "rows" for the N wanted rows (each of which reads one token).
+    axis: "tokens" for the T packed tokens, "rows" for the N wanted rows (each of which reads one token), "kept" for
+    the K tokens that layers above a boundary run on.
     """
 
     axis: str
@@ -45,6 +46,9 @@ class Kind(Enum):
     ROW_IDS = "indices of wanted rows"
     BATCH = "batch metadata or a cache"
     ROW_BATCH = "metadata of a batch of wanted rows"
+    KEPT_IDS = "indices of kept tokens"
+    KEPT_ROW_IDS = "indices of wanted rows among kept tokens"
+    KEPT_BATCH = "metadata of a batch of kept tokens"
 
 
 Value = Any
@@ -196,8 +200,8 @@ def input_value(node: Node, program: Program, tokens: Any) -> Value:
         return Kind.CONST
     if any(node.name == c.name for c in program.caches):
         return Kind.BATCH
-    if node.name == "rows":
-        return Kind.ROW_IDS
+    if node.name in ("rows", "kept"):
+        return Kind.ROW_IDS if node.name == "rows" else Kind.KEPT_IDS
     found = Call(node, {}, tokens).sized()
     return found if isinstance(found, Rows) else Kind.BATCH
 

@@ -25,7 +25,9 @@ class BuildSettings:
     says they must match. trim: trace only the first and last layer of each kind. tuned: folder of measurements (`tune
     --store`), from which kernels take their configurations.
     replay: of a model whose upper layers share keys, the rows of a prompt that they run on: those whose logits are
-    wanted, for the layers where that is exact (compact), or all (off).
+    wanted, for the layers where that is exact (compact), or all (off). keep: rows at the end of a prompt on which
+    layers above the shared keys run that have windows of their own, at least the widest of them; 0 is all. It is an
+    approximation unless they are as many as these windows reach, one behind the other.
     """
 
     dtype: str = "auto"
@@ -37,6 +39,7 @@ class BuildSettings:
     trim: bool = True
     tuned: str | PathLike[str] | None = None
     replay: str = "compact"
+    keep: int = 0
 
     def __post_init__(self) -> None:
         isas = (None, "x86-64-v3", "x86-64-v4")
@@ -48,6 +51,8 @@ class BuildSettings:
         if self.tuned is not None and not Path(self.tuned).is_dir():
             fix = "give the folder that `deepinfer-compile tune --store` wrote"
             raise BadOption(name="tuned", value=str(self.tuned), reason="there is no such folder", fix=fix)
+        if self.keep < 0:
+            raise BadOption(name="keep", value=self.keep, reason="it counts rows", fix="give 0 or more")
         if self.max_model_len is not None and self.max_model_len < 1:
             raise BadOption(name="max_model_len", value=self.max_model_len, reason="not positive", fix="use 1 or more")
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.graph import Editor, argument, copy_module, fake_mode_of, is_op, remove_dead, value, writes
+from deepinfer_compile.graph import Editor, argument, is_op
+from deepinfer_compile.narrowing import METAS, Made, insert_select, move_to_end, needed_by, renew
 from deepinfer_compile.ops import OUTPUT_PROJECTION, ROW_BATCH
 from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.products import projection_flops, row_flops
-from deepinfer_compile.program import Program, output_values
-from deepinfer_compile.prune import prune
+from deepinfer_compile.program import Program
 from deepinfer_compile.rowwise import Rows, analyse
-from deepinfer_compile.skeleton import item_of, revalue
 
 A = torch.ops.aten
 ROWS = "rows"
-SELECT = "select"
-METAS = ("query_start", "seq_len")
 
 
 @register
@@ -52,7 +49,7 @@ class NarrowDecoder:
             return program
         ctx.graph, ctx.layers = "skeleton", tuple(split["above"])
         decoder = [c for c in program.calls() if split["parts"][c.name] == "decoder"]
-        wide = _wide(program, decoder)
+        wide = needed_by(program, decoder)
         narrow = [c for c in decoder if c not in wide]
         upper = row_flops(program, narrow) - projection_flops(program, narrow)
         reason = "replay is off" if ctx.settings.get("replay") == "off" else _reason(program, wide, narrow, upper)
@@ -65,23 +62,11 @@ class NarrowDecoder:
             analyse(program, env)
             parts = {**split["parts"], **dict.fromkeys((c.name for c in wide), "boundary")}
             parts[_select(program, narrow, env).name] = "decoder"
-            _renew(program, narrow)
+            renew(program, narrow, _drop_selection)
             found = {"replay": "compact", "keep": 0, "exact": True, "parts": parts, "flops": [whole, upper]}
             program.info["split"] = {**split, **found}
             analyse(program)
         return program
-
-
-def _wide(program: Program, decoder: list[Node]) -> set[Node]:
-    """The calls of the decoder that write caches, and those that they need: they run on all rows."""
-    left = [c for c in decoder if any(map(writes, program.blocks[str(c.target)].graph.nodes))]
-    found: set[Node] = set()
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left.extend(node.all_input_nodes)
-    return {c for c in decoder if c in found}
 
 
 def _reason(program: Program, wide: set[Node], narrow: list[Node], upper: int) -> str:
@@ -89,16 +74,16 @@ def _reason(program: Program, wide: set[Node], narrow: list[Node], upper: int) -
     if not upper:
         last = max((c.meta["layer"] for c in wide if c.meta.get("layer") is not None), default=None)
         return f"layer {last} keeps keys of its own, which later tokens read" if wide else "the decoder has no products"
-    picks = [n for call in narrow for hole in _row_holes(program, call) for n in hole.users]
+    picks = [n for call in narrow for hole in _row_holes(program.blocks[str(call.target)], call) for n in hole.users]
     other = next((n for n in picks if not _picks(n)), None)
     if other is not None:
         return f"{other.name} does more with the wanted rows than to pick them"
     return "" if picks else "the program gives logits of all rows"
 
 
-def _row_holes(program: Program, call: Node) -> list[Node]:
+def _row_holes(gm: GraphModule, call: Node) -> list[Node]:
     """The inputs of a called block that are the indices of wanted rows."""
-    holes = (n for n in program.blocks[str(call.target)].graph.nodes if n.op == "placeholder")
+    holes = (n for n in gm.graph.nodes if n.op == "placeholder")
     return [hole for hole, arg in zip(holes, call.args) if isinstance(arg, Node) and arg.name == ROWS]
 
 
@@ -119,66 +104,26 @@ def _unpick(node: Node) -> None:
 
 
 def _select(program: Program, decoder: list[Node], env: dict[Node, Any]) -> Node:
-    """Put a call in front of the decoder, which moves to the end, that gives the wanted rows of all that it reads."""
-    items = {u for c in decoder for u in c.users if is_op(u, operator.getitem)}
-    inside = {*decoder, *items}
-    outside = dict.fromkeys(a for c in decoder for a in c.args if isinstance(a, Node) and a not in inside)
-    for node in [n for n in program.skeleton.graph.nodes if n in inside]:
-        program.skeleton.graph.output_node().prepend(node)
+    """Put a call in front of the decoder that gives the wanted rows of all that it reads."""
+    outside = move_to_end(program, decoder)
     rows = next(n for n in program.skeleton.graph.nodes if n.op == "placeholder" and n.name == ROWS)
     taken = [n for n in outside if isinstance(env[n], Rows)]
     tables = [n for n in outside if n.name.startswith("block_table_")]
     metas = [n for n in program.inputs() if n.name in METAS] if tables else []
-    args = [rows, *taken, *metas, *tables]
-    graph = Graph()
-    holes = {a: graph.placeholder(a.name) for a in args}
-    for arg, hole in holes.items():
-        hole.meta = {"val": value(arg)}
-    out = graph.output(())
-    edit = Editor(graph, out)
-    edit.mode = fake_mode_of(program.skeleton.graph)
-    made = {n: edit.call(A.index_select.default, holes[n], env[n].dim, holes[rows]) for n in taken}
-    for table in tables:
-        batch = edit.call(ROW_BATCH.overload, holes[rows], *(holes[m] for m in metas), holes[table])
-        made |= {n: edit.item(batch, i) for i, n in enumerate((*metas, table))}
-    out.args = (tuple(made.values()),)
-    program.blocks[SELECT] = GraphModule(torch.nn.Module(), graph)
-    program.skeleton.add_module(SELECT, program.blocks[SELECT])
-    with program.skeleton.graph.inserting_before(decoder[0]):
-        call: Node = program.skeleton.graph.call_module(SELECT, tuple(args))
-    call.meta = {"val": tuple(output_values(program.blocks[SELECT])), "layer": None}
-    given = {n: item_of(call, i) for i, n in enumerate(made)}
-    for reader in decoder:
-        reader.args = tuple(given.get(a, a) for a in reader.args)  # type: ignore[arg-type]
-    return call
+
+    def make(edit: Editor, holes: Mapping[Node, Node]) -> Made:
+        made: dict[object, Node] = {
+            n: edit.call(A.index_select.default, holes[n], env[n].dim, holes[rows]) for n in taken
+        }
+        for table in tables:
+            batch = edit.call(ROW_BATCH.overload, holes[rows], *(holes[m] for m in metas), holes[table])
+            made |= {n: edit.item(batch, i) for i, n in enumerate((*metas, table))}
+        return made
+
+    return insert_select(program, decoder, [rows, *taken, *metas, *tables], make)[0]
 
 
-def _renew(program: Program, decoder: list[Node]) -> None:
-    """Record what the blocks of the decoder take and give now, and drop their own selection of rows."""
-    kept = {str(c.target) for c in program.calls() if c not in decoder}
-    renewed: dict[str, str] = {}
-    for call in decoder:
-        if call.target not in renewed:
-            renewed[str(call.target)] = _renewed(program, call, copied=call.target in kept)
-        call.target = renewed[str(call.target)]
-        vals = output_values(program.blocks[call.target])
-        call.meta["val"] = tuple(vals) if isinstance(value(call), (tuple, list)) else vals[0]
-        for item in (u for u in call.users if is_op(u, operator.getitem)):
-            item.meta["val"] = vals[item.args[1]]  # type: ignore[index]
-    prune(program)
-
-
-def _renewed(program: Program, call: Node, copied: bool) -> str:
-    """Renew a block for what a call gives it, or a copy of it; returns its name."""
-    name = f"{call.target}_rows" if copied else str(call.target)
-    if copied:
-        program.blocks[name] = copy_module(program.blocks[str(call.target)])
-        program.skeleton.add_module(name, program.blocks[name])
-    gm = program.blocks[name]
-    for node in [n for hole in _row_holes(program, call) for n in hole.users]:
+def _drop_selection(call: Node, gm: GraphModule) -> None:
+    """Let a block of the decoder take the rows that it has."""
+    for node in [n for hole in _row_holes(gm, call) for n in hole.users]:
         _unpick(node)
-    remove_dead(gm.graph)
-    for hole, arg in zip((n for n in gm.graph.nodes if n.op == "placeholder"), call.args):
-        hole.meta["val"] = value(arg)  # type: ignore[arg-type]
-    revalue(gm)
-    return name

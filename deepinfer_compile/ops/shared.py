@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deepinfer_compile.ops.attention import attend_pages, write_keys
 from deepinfer_compile.ops.registry import Work, define, size_bytes
+from deepinfer_compile.runtime.batch import PAGE_SIZE
 
 
 def _write_kv(k: Tensor, v: Tensor, kv: Tensor, slot: Tensor) -> Tensor:
@@ -95,3 +96,34 @@ ROW_BATCH = define(
 )
 """Chosen tokens as requests of one token that see what the token sees: rows i64[N] of the packed tokens, metadata of R
 requests -> query_start i32[N + 1], seq_len i32[N], block_table i32[N, P]."""
+
+
+def _kept_batch(
+    kept: Tensor, kept_start: Tensor | None, query_start: Tensor, seq_len: Tensor, block_table: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    starts = torch.searchsorted(kept, query_start.to(kept.dtype)).to(torch.int32)
+    if kept_start is None:
+        return starts, seq_len.clone(), block_table.clone()
+    lengths = (seq_len - kept_start).clamp(min=0).to(torch.int32)
+    columns = torch.arange(block_table.shape[1], device=kept.device) + kept_start[:, None] // PAGE_SIZE
+    inside = columns < block_table.shape[1]
+    table = block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))
+    return starts, lengths, table.masked_fill(~inside, -1)
+
+
+def _kept_batch_fake(
+    kept: Tensor, kept_start: Tensor | None, query_start: Tensor, seq_len: Tensor, block_table: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query_start), torch.empty_like(seq_len), torch.empty_like(block_table)
+
+
+KEPT_BATCH = define(
+    "kept_batch(Tensor kept, Tensor? kept_start, Tensor query_start, Tensor seq_len, Tensor block_table) "
+    "-> (Tensor, Tensor, Tensor)",
+    reference=_kept_batch,
+    fake=_kept_batch_fake,
+    work=lambda kept, kept_start, query_start, seq_len, block_table: Work(0, 2 * size_bytes(block_table)),
+)
+"""A batch of which only the last tokens of each request are left: kept i64[K] of the packed tokens, in order;
+kept_start i64[R], multiples of a page, or None. Gives the metadata of requests that begin at their kept_start, so that
+no key before it is seen: query_start i32[R + 1], seq_len i32[R], block_table i32[R, P]."""
