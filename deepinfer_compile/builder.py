@@ -79,7 +79,7 @@ def compile_model(
     _refuse_without_values(source, captured, settings)
     captured_at = time.perf_counter()
     progress("passes")
-    options = {"waive": settings.waive}
+    options = {"waive": settings.waive, "replay": settings.replay, "keep": settings.keep}
     packed, records = (pipeline or default()).run(captured, settings=options, observers=observers)
     programs, phase_records = phase_programs(packed, options, observers)
     done = time.perf_counter()

@@ -13,6 +13,8 @@ from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.choose_latent_form import ChooseLatentForm
 from deepinfer_compile.passes.fuse_add_norm import FuseAddNorm
 from deepinfer_compile.passes.fuse_linear_casts import FuseLinearCasts
+from deepinfer_compile.passes.keep_last_rows import KeepLastRows
+from deepinfer_compile.passes.narrow_decoder import NarrowDecoder
 from deepinfer_compile.passes.prove_rowwise import ProveRowwise
 from deepinfer_compile.passes.raise_activation import RaiseActivation
 from deepinfer_compile.passes.raise_attention import RaiseAttention
@@ -23,6 +25,7 @@ from deepinfer_compile.passes.raise_rms_norm import RaiseRmsNorm
 from deepinfer_compile.passes.raise_rope import RaiseRope
 from deepinfer_compile.passes.raise_rotary_table import RaiseRotaryTable
 from deepinfer_compile.passes.raise_router import RaiseRouter
+from deepinfer_compile.passes.split_encoder_decoder import SplitEncoderDecoder
 from deepinfer_compile.pipeline import Pipeline
 
 RAISE: tuple[Pass, ...] = (
@@ -40,6 +43,7 @@ RAISE: tuple[Pass, ...] = (
 )
 
 PACK: tuple[Pass, ...] = (
+    SplitEncoderDecoder(require=False),
     CacheAttention(),
     ProveRowwise(),
     FuseAddNorm(),
@@ -47,7 +51,7 @@ PACK: tuple[Pass, ...] = (
 )
 
 PHASES: dict[str, tuple[Pass, ...]] = {
-    "prefill": (ChooseLatentForm(form="expanded"),),
+    "prefill": (ChooseLatentForm(form="expanded"), KeepLastRows(), NarrowDecoder()),
     "decode": (ChooseLatentForm(form="absorbed"),),
     "verify": (ChooseLatentForm(form="absorbed"),),
 }

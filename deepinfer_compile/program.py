@@ -82,6 +82,16 @@ class Program:
         """The block calls of the skeleton, in order."""
         return [n for n in self.skeleton.graph.nodes if n.op == "call_module"]
 
+    def cache_stems(self) -> dict[Node, str]:
+        """What the caches of each block call are named after: its layer, or its place where that is no layer's."""
+        calls = self.calls()
+        layers = {c.meta.get("layer") for c in calls}
+        stems: dict[Node, str] = {}
+        for order, call in enumerate(calls):
+            layer = call.meta.get("layer")
+            stems[call] = str(layer) if layer is not None else call.name if order in layers else str(order)
+        return stems
+
     def layers_of(self, block: str) -> list[int]:
         """Indices of the layers that a block stands for."""
         return [n.meta["layer"] for n in self.calls() if n.target == block and n.meta.get("layer") is not None]

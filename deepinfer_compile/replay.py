@@ -148,11 +148,10 @@ class _Watched(Interpreter):
 
 def _watcher(program: Program, kept: dict[str, Tensor]) -> BlockRunner:
     """Runs blocks and notes in `kept` what the caches of the cached program, by their names there, would hold."""
-    order = {call: i for i, call in enumerate(program.calls())}
+    stems = program.cache_stems()
 
     def run(call: Node, args: tuple[Any, ...]) -> Any:
-        layer = call.meta["layer"] if call.meta.get("layer") is not None else order[call]
-        return _Watched(program.blocks[str(call.target)], f"cache_{layer}", kept).run(*args)
+        return _Watched(program.blocks[str(call.target)], f"cache_{stems[call]}", kept).run(*args)
 
     return run
 
@@ -211,6 +210,11 @@ class _Batch:
         for request, length in zip(self.requests, lengths):
             request.done = length
         given = _inputs(self.program, [*parts, ([0], 0, 1)], int(query_start[self.MAIN]), rows)
+        if any(n.name == "kept" for n in self.program.inputs()):  # of the whole sequence, so that nothing is left out
+            meta |= {
+                "kept": torch.arange(int(counts.sum()) + 1),
+                "kept_start": torch.zeros(len(parts), dtype=torch.int64),
+            }
         return {**given, **meta}
 
     def _table(self, group: int) -> Tensor:

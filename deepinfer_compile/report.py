@@ -6,7 +6,7 @@ import html
 from typing import TYPE_CHECKING, Any
 
 from deepinfer_compile.bundle import Manifest
-from deepinfer_compile.remarks import remarks
+from deepinfer_compile.remarks import remarks, split_remarks
 
 if TYPE_CHECKING:
     from deepinfer_compile.builder import Compiled
@@ -25,6 +25,7 @@ def markdown(compiled: Compiled, manifest: Manifest) -> str:
     lines = [f"# {model['name']}", "", f"vocabulary {model['vocab_size']}, context {model['max_model_len']}", ""]
     lines += [f"- {key}: {value:.2f} s" for key, value in compiled.seconds.items()]
     lines += [f"- {remark}" for remark in remarks(compiled.captured.info)]
+    lines += [f"- {remark}" for remark in split_remarks({n: p.info for n, p in compiled.programs.items()})]
     lines += ["", "## Blocks", "", "| program | block | layers | nodes |", "|---|---|---|---|"]
     for name, program in compiled.programs.items():
         for block, gm in program.blocks.items():

@@ -29,7 +29,8 @@ from deepinfer_compile.skeleton import tokens_of
 class Rows:
     """A tensor whose dimension `dim` runs over rows, index = row * inner + j; an element depends on its own row only.
 
-    axis: "tokens" for the T packed tokens, "rows" for the N wanted rows (each of which reads one token).
+    axis: "tokens" for the T packed tokens, "rows" for the N wanted rows (each of which reads one token), "kept" for
+    the K tokens that layers above a boundary run on.
     """
 
     axis: str
@@ -44,6 +45,10 @@ class Kind(Enum):
     SIZE = "a size"
     ROW_IDS = "indices of wanted rows"
     BATCH = "batch metadata or a cache"
+    ROW_BATCH = "metadata of a batch of wanted rows"
+    KEPT_IDS = "indices of kept tokens"
+    KEPT_ROW_IDS = "indices of wanted rows among kept tokens"
+    KEPT_BATCH = "metadata of a batch of kept tokens"
 
 
 Value = Any
@@ -165,11 +170,14 @@ def aligned(call: Call, args: list[Node], rank: int) -> Value:
     return Kind.CONST if found is None else found
 
 
-def analyse(program: Program) -> Value:
-    """What the program's result depends on. Raises NotRowwise for the first op that mixes tokens or has no rule."""
+def analyse(program: Program, env: dict[Node, Value] | None = None) -> Value:
+    """What the program's result depends on; `env` is filled with what each value of the skeleton depends on.
+
+    Raises NotRowwise for the first op that mixes tokens or has no rule.
+    """
     tokens = expr(tokens_of(program))
     seen: dict[tuple[str, tuple[Value, ...]], Value] = {}
-    env: dict[Node, Value] = {}
+    env = {} if env is None else env
     for node in program.skeleton.graph.nodes:
         if node.op == "placeholder":
             env[node] = input_value(node, program, tokens)
@@ -192,8 +200,8 @@ def input_value(node: Node, program: Program, tokens: Any) -> Value:
         return Kind.CONST
     if any(node.name == c.name for c in program.caches):
         return Kind.BATCH
-    if node.name == "rows":
-        return Kind.ROW_IDS
+    if node.name in ("rows", "kept"):
+        return Kind.ROW_IDS if node.name == "rows" else Kind.KEPT_IDS
     found = Call(node, {}, tokens).sized()
     return found if isinstance(found, Rows) else Kind.BATCH
 

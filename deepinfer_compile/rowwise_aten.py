@@ -56,7 +56,7 @@ def _reshape(call: Call) -> Value:
     held, before, after = call.rows(source), tensor(source).shape, tensor(call.node).shape
     outside = math.prod(before[: held.dim])
     for dim, size in enumerate(after):
-        if _mentions(size, call) or (held.axis == "rows" and not isinstance(size, int)):
+        if _mentions(size, call) or (held.axis != "tokens" and not isinstance(size, int)):
             kept = held.inner * math.prod(before[held.dim + 1 :])
             inside = math.prod(after[dim + 1 :])
             if math.prod(after[:dim]) != outside or inside == 0 or kept % inside:
@@ -342,12 +342,23 @@ def _picked(call: Call, source: Any, first: int, indices: list[Node]) -> Value:
         for index in indices:
             call.constant(index, "an index into another dimension")
         return Rows(held.axis, held.dim + (rank - len(indices) if first < held.dim else 0), held.inner)
-    if held == Rows("tokens", first) and len(indices) == 1 and call.of(indices[0]) is Kind.ROW_IDS:
+    axes = {Kind.ROW_IDS: "rows", Kind.KEPT_IDS: "kept"}
+    if held == Rows("tokens", first) and len(indices) == 1 and call.of(indices[0]) in axes:
+        return Rows(axes[call.of(indices[0])], first)
+    if held == Rows("kept", first) and len(indices) == 1 and call.of(indices[0]) is Kind.KEPT_ROW_IDS:
         return Rows("rows", first)
     if held is not Kind.CONST:
         call.refuse("it picks tokens by computed indices")
     found = aligned(call, indices, rank)
     return Rows(found.axis, found.dim + first, found.inner) if isinstance(found, Rows) else found
+
+
+@rule("aten.searchsorted")
+def _searchsorted(call: Call) -> Value:
+    """Where wanted rows are among the kept tokens."""
+    if [call.of(call.arg(n)) for n in ("sorted_sequence", "self")] != [Kind.KEPT_IDS, Kind.ROW_IDS]:
+        call.refuse("it looks for something else than wanted rows among kept tokens")
+    return Kind.KEPT_ROW_IDS
 
 
 @rule("aten.gather")

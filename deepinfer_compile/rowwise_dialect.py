@@ -79,7 +79,7 @@ def _experts(call: Call) -> Value:
 def _output_projection(call: Call) -> Value:
     x = call.arg("x")
     found = expect(call, "x", call.rank(x) - 2)
-    if call.of(call.arg("rows")) is not Kind.ROW_IDS or found.axis != "tokens":
+    if (call.of(call.arg("rows")), found.axis) not in ((Kind.ROW_IDS, "tokens"), (Kind.KEPT_ROW_IDS, "kept")):
         call.refuse("its rows are not the input `rows`")
     call.constant(call.arg("weight"), "the weight")
     call.constant(call.arg("bias"), "the bias")
@@ -107,7 +107,48 @@ def _latent_attention(call: Call) -> Value:
 def _cached_attention(call: Call) -> Value:
     call.constant(call.arg("sinks"), "the sinks")
     _cache(call, call.arg("kv"))
-    return _agree(call, [expect(call, name, 0) for name in ("q", "k", "v", "slot")])
+    return _described(call, _agree(call, [expect(call, name, 0) for name in ("q", "k", "v", "slot")]))
+
+
+@rule("deepinfer.write_kv")
+def _write_kv(call: Call) -> Value:
+    _cache(call, call.arg("kv"))
+    return _agree(call, [expect(call, name, 0) for name in ("k", "v", "slot")])
+
+
+@rule("deepinfer.shared_attention")
+def _shared_attention(call: Call) -> Value:
+    call.constant(call.arg("sinks"), "the sinks")
+    _cache(call, call.arg("kv"))
+    return _described(call, _agree(call, [expect(call, name, 0) for name in ("q", "slot")]))
+
+
+def _described(call: Call, found: Rows) -> Rows:
+    """The rows that attend, whose metadata must be theirs."""
+    wanted = {"tokens": Kind.BATCH, "rows": Kind.ROW_BATCH, "kept": Kind.KEPT_BATCH}[found.axis]
+    for name in ("query_start", "seq_len", "block_table"):
+        if call.of(call.arg(name)) is not wanted:
+            call.refuse(f"{name} is not the metadata of the {found.axis} that attend")
+    return found
+
+
+@rule("deepinfer.kept_batch")
+def _kept_batch(call: Call) -> Value:
+    if call.of(call.arg("kept")) is not Kind.KEPT_IDS:
+        call.refuse("its tokens are not the input `kept`")
+    names = ("kept_start", "query_start", "seq_len", "block_table")
+    if any(call.of(call.arg(n)) not in (Kind.BATCH, None) for n in names):
+        call.refuse("its metadata is not that of the batch")
+    return call.same_for_all(Kind.KEPT_BATCH)
+
+
+@rule("deepinfer.row_batch")
+def _row_batch(call: Call) -> Value:
+    if call.of(call.arg("rows")) is not Kind.ROW_IDS:
+        call.refuse("its rows are not the input `rows`")
+    if any(call.of(call.arg(name)) is not Kind.BATCH for name in ("query_start", "seq_len", "block_table")):
+        call.refuse("its metadata is not that of the batch")
+    return call.same_for_all(Kind.ROW_BATCH)
 
 
 @rule("deepinfer.cached_latent_attention")

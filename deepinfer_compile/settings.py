@@ -12,6 +12,7 @@ from deepinfer_compile.errors import BadOption, UnknownOption
 
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHTS = ("copy", "link", "none")
+REPLAYS = ("compact", "off")
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class BuildSettings:
     machine's. weights: copy into the bundle, link to the folder, or none. waive: passes that may miss what a preset
     says they must match. trim: trace only the first and last layer of each kind. tuned: folder of measurements (`tune
     --store`), from which kernels take their configurations.
+    replay: of a model whose upper layers share keys, the rows of a prompt that they run on: those whose logits are
+    wanted, for the layers where that is exact (compact), or all (off). keep: rows at the end of a prompt on which
+    layers above the shared keys run that have windows of their own, at least the widest of them; 0 is all. It is an
+    approximation unless they are as many as these windows reach, one behind the other.
     """
 
     dtype: str = "auto"
@@ -33,9 +38,12 @@ class BuildSettings:
     waive: tuple[str, ...] = ()
     trim: bool = True
     tuned: str | PathLike[str] | None = None
+    replay: str = "compact"
+    keep: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in (("dtype", DTYPES), ("weights", WEIGHTS), ("isa", (None, "x86-64-v3", "x86-64-v4"))):
+        isas = (None, "x86-64-v3", "x86-64-v4")
+        for name, allowed in (("dtype", DTYPES), ("weights", WEIGHTS), ("isa", isas), ("replay", REPLAYS)):
             if getattr(self, name) not in allowed:
                 raise BadOption(
                     name=name, value=getattr(self, name), reason="not one of the choices", fix=f"use one of {allowed}"
@@ -43,6 +51,8 @@ class BuildSettings:
         if self.tuned is not None and not Path(self.tuned).is_dir():
             fix = "give the folder that `deepinfer-compile tune --store` wrote"
             raise BadOption(name="tuned", value=str(self.tuned), reason="there is no such folder", fix=fix)
+        if self.keep < 0:
+            raise BadOption(name="keep", value=self.keep, reason="it counts rows", fix="give 0 or more")
         if self.max_model_len is not None and self.max_model_len < 1:
             raise BadOption(name="max_model_len", value=self.max_model_len, reason="not positive", fix="use 1 or more")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-from deepinfer_compile.graph import evaluate, fake_mode_of, tensor
+from deepinfer_compile.graph import evaluate, fake_mode_of, is_op, tensor
 from deepinfer_compile.program import Program, output_values
 
 
@@ -54,6 +55,37 @@ def block_input(program: Program, block: str, source: Node) -> Node:
     node.meta = {"val": source.meta["val"]}
     for call in calls:
         call.args = (*call.args, source)
+    return node
+
+
+def outputs_of(gm: GraphModule) -> list[Node]:
+    """What a block gives, in order."""
+    out: Any = gm.graph.output_node().args[0]
+    return list(out) if isinstance(out, (tuple, list)) else [out]
+
+
+def add_outputs(program: Program, block: str, nodes: list[Node]) -> int:
+    """Let a block give more values, behind those it gives; returns the place of the first. Its calls give tuples."""
+    gm = program.blocks[block]
+    before = outputs_of(gm)
+    several = isinstance(gm.graph.output_node().args[0], (tuple, list))
+    gm.graph.output_node().args = ((*before, *nodes),)
+    for call in (c for c in program.calls() if c.target == block):
+        users = [] if several else list(call.users)
+        call.meta["val"] = tuple(output_values(gm))
+        for user in users:
+            user.replace_input_with(call, item_of(call, 0))
+    return len(before)
+
+
+def item_of(call: Node, place: int) -> Node:
+    """The skeleton node of one result of a call that gives several, made if there is none."""
+    for user in call.users:
+        if is_op(user, operator.getitem) and user.args[1] == place:
+            return user
+    with call.graph.inserting_after(call):
+        node = call.graph.call_function(operator.getitem, (call, place))
+    node.meta["val"] = call.meta["val"][place]
     return node
 
 

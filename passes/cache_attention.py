@@ -14,23 +14,35 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from deepinfer_compile.errors import UnsupportedConstruct
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, argument, fake_mode_of, is_op, place_of, tensor
-from deepinfer_compile.ops import ATTENTION, CACHED_ATTENTION, CACHED_LATENT_ATTENTION, LATENT_ATTENTION
+from deepinfer_compile.ops import (
+    ATTENTION,
+    CACHED_ATTENTION,
+    CACHED_LATENT_ATTENTION,
+    LATENT_ATTENTION,
+    SHARED_ATTENTION,
+    WRITE_KV,
+)
 from deepinfer_compile.passbase import PassContext, register
 from deepinfer_compile.program import CacheSpec, Program
+from deepinfer_compile.prune import prune
 from deepinfer_compile.runtime.batch import PAGE_SIZE
+from deepinfer_compile.shared_keys import Pair, Source, attentions, pairs_of, shared_sources
+from deepinfer_compile.skeleton import add_outputs, item_of, outputs_of
 
 A = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class _Site:
-    """One attention of a block: its cache input's name, kind, row shape and window."""
+    """One attention of a block, or one write of keys that others read: its cache input's name, kind, row shape and
+    window; of a reader of shared keys, what it reads at each call of the block."""
 
     hole: str
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     window: int
+    sources: dict[Node, Source] | None = None
 
 
 @register
@@ -41,6 +53,8 @@ class CacheAttention:
     Before: `o = attention(q[1,H,T,D], k, v, None, sinks, scale, window, softcap, True)`
     After:  `o = cached_attention(q[T,H,D], k, v, kv!, query_start, seq_len, block_table, slot, ...)`, and the skeleton
     has the batch metadata and one cache per attention and layer as inputs. Layers of one window share a cache group.
+    Where a block attends to keys that an earlier block made: `s = write_kv(k, v, kv!, slot)` in that block and
+    `o = shared_attention(q, kv, query_start, seq_len, block_table, s, ...)` in each that reads them, one cache for all.
     Refused, not skipped: attention with an explicit mask or without causality, which no cache can serve.
     """
 
@@ -51,18 +65,20 @@ class CacheAttention:
     breaks: ClassVar[frozenset[Fact]] = frozenset({Fact.FUNCTIONAL})
 
     def run_program(self, program: Program, ctx: PassContext) -> Program:
-        windows = sorted({_window(n) for gm in program.blocks.values() for n in _attentions(gm)})
+        windows = sorted({_window(n) for gm in program.blocks.values() for n in attentions(gm)})
         metas = _Metas(program, tuple(windows or [0]))
+        shared = shared_sources(program)
         sites: dict[str, list[_Site]] = {}
         for name, gm in program.blocks.items():
             ctx.graph, ctx.layers = name, tuple(program.layers_of(name))
-            sites[name] = [_rewrite(gm, n, i, metas, ctx) for i, n in enumerate(_attentions(gm))]
-        caches = _pass_on(program, sites, metas)
+            sites[name] = [_rewrite(gm, n, i, metas, ctx, shared.get(n)) for i, n in enumerate(attentions(gm))]
+        makers = {s.maker for held in shared.values() for s in held.values()}
+        pairs = {str(m.target): pairs_of(m, shared) for m in program.calls() if m in makers}
+        writers = {name: _write(program, name, found, metas) for name, found in pairs.items()}
+        caches = _pass_on(program, sites, writers, metas)
+        if writers:
+            prune(program)
         return replace(program, caches=tuple(caches), windows=metas.windows)
-
-
-def _attentions(gm: GraphModule) -> list[Node]:
-    return [n for n in gm.graph.nodes if is_op(n, ATTENTION.overload, LATENT_ATTENTION.overload)]
 
 
 def _window(node: Node) -> int:
@@ -117,13 +133,23 @@ def _hole(gm: GraphModule, name: str, val: Tensor) -> Node:
     return node
 
 
-def _rewrite(gm: GraphModule, node: Node, index: int, metas: _Metas, ctx: PassContext) -> _Site:
-    site = _site(node, f"cache{index}")
-    ctx.claim(node, f"{site.kind} cache, window {site.window or 'none'}")
-    meta = [_hole(gm, m, metas.values[m]) for m in metas.names(site.window)]
+def _rewrite(
+    gm: GraphModule, node: Node, index: int, metas: _Metas, ctx: PassContext, sources: dict[Node, Source] | None
+) -> _Site:
+    site = replace(_site(node, f"cache{index}"), sources=sources)
+    words = "keys of an earlier block" if sources else f"{site.kind} cache"
+    ctx.claim(node, f"{words}, window {site.window or 'none'}")
+    names = metas.names(site.window)
+    meta = [_hole(gm, m, metas.values[m]) for m in (names[:-1] if sources else names)]
     cache = _hole(gm, site.hole, metas.cache(site))
     edit = Editor(gm.graph, node)
-    if site.kind == "kv":
+    if sources:
+        meta.append(_hole(gm, _slots(site), metas.values[names[-1]]))
+        scale, softcap, sinks = (argument(node, name) for name in ("scale", "softcap", "sinks"))
+        width = int(tensor(node).shape[-1])
+        q = _rows(edit, node.args[0])
+        out = edit.call(SHARED_ATTENTION.overload, q, cache, *meta, scale, site.window, softcap, sinks, width)
+    elif site.kind == "kv":
         q, k, v = (_rows(edit, n) for n in node.args[:3])
         scale, softcap = argument(node, "scale"), argument(node, "softcap")
         out = edit.call(
@@ -157,11 +183,53 @@ def _site(node: Node, hole: str) -> _Site:
             where=place_of(node),
         )
     k, v = tensor(node.args[1]), tensor(node.args[2])  # type: ignore[arg-type]
-    shape = (2, PAGE_SIZE, int(k.shape[1]), max(int(k.shape[3]), int(v.shape[3])))
-    return _Site(hole, "kv", shape, k.dtype, _window(node))
+    return _Site(hole, "kv", _shape(k, v), k.dtype, _window(node))
 
 
-def _pass_on(program: Program, sites: dict[str, list[_Site]], metas: _Metas) -> list[CacheSpec]:
+def _shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Of one page of keys and values [1, Hkv, T, D] and [1, Hkv, T, Dv]."""
+    return (2, PAGE_SIZE, int(k.shape[1]), max(int(k.shape[3]), int(v.shape[3])))
+
+
+def _slots(site: _Site) -> str:
+    """The block's input for the slots that hold the keys that a site reads."""
+    return f"written_{site.hole}"
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """What a block writes for others: the pairs, the cache input of each, and the place of the first slots among the
+    block's results."""
+
+    pairs: list[Pair]
+    sites: list[_Site]
+    first: int
+
+    def place(self, pair: Pair) -> int:
+        """Where the slots of a pair are among the block's results."""
+        return self.first + self.pairs.index(pair)
+
+
+def _write(program: Program, block: str, pairs: list[Pair], metas: _Metas) -> _Writer:
+    """Let a block write keys and values that it gives, and give the slots that it wrote."""
+    gm = program.blocks[block]
+    sites, slots = [], []
+    for i, pair in enumerate(pairs):
+        made = outputs_of(gm)
+        k, v = tensor(made[pair.keys]), tensor(made[pair.values])
+        site = _Site(f"shared{i}", "kv", _shape(k, v), k.dtype, pair.window)
+        slot = _hole(gm, metas.names(pair.window)[-1], metas.values[metas.names(pair.window)[-1]])
+        cache = _hole(gm, site.hole, metas.cache(site))
+        edit = Editor(gm.graph, gm.graph.output_node())
+        rows = [_rows(edit, made[p]) for p in (pair.keys, pair.values)]
+        slots.append(edit.call(WRITE_KV.overload, *rows, cache, slot))
+        sites.append(site)
+    return _Writer(pairs, sites, add_outputs(program, block, slots))
+
+
+def _pass_on(
+    program: Program, sites: dict[str, list[_Site]], writers: dict[str, _Writer], metas: _Metas
+) -> list[CacheSpec]:
     """Add the inputs to the skeleton and hand them to every block call."""
     graph, caches = program.skeleton.graph, []
     anchor = next(n for n in graph.nodes if n.op != "placeholder")
@@ -176,15 +244,32 @@ def _pass_on(program: Program, sites: dict[str, list[_Site]], metas: _Metas) -> 
 
     for name, val in metas.values.items():
         hole(name, val)
+    stems, names = program.cache_stems(), _shared_names(program, sites)
     for order, call in enumerate(program.calls()):
         layer = call.meta["layer"] if call.meta["layer"] is not None else order
-        extra: dict[str, Node] = {}
-        for i, site in enumerate(sites[str(call.target)]):
-            cache = f"cache_{layer}_{i}"
+        extra = {m: inputs[m] for m in metas.values}
+        writer = writers.get(str(call.target))
+        own = [(f"cache_{stems[call]}_{i}", s) for i, s in enumerate(sites[str(call.target)]) if s.sources is None]
+        own += [(names[call, p], s) for p, s in zip(writer.pairs, writer.sites)] if writer else []
+        for cache, site in own:
             extra[site.hole] = hole(cache, metas.cache(site))
-            extra.update({m: inputs[m] for m in metas.names(site.window)})
             group = metas.windows.index(site.window)
             caches.append(CacheSpec(cache, site.kind, group, layer, site.shape, site.dtype))
+        for site, sources in ((s, s.sources) for s in sites[str(call.target)] if s.sources is not None):
+            source = sources[call]
+            extra[site.hole] = inputs[names[source.maker, source.pair]]
+            extra[_slots(site)] = item_of(source.maker, writers[str(source.maker.target)].place(source.pair))
         holes = [n.name for n in program.blocks[str(call.target)].graph.nodes if n.op == "placeholder"]
         call.args = (*call.args, *(extra[h] for h in holes[len(call.args) :]))
     return caches
+
+
+def _shared_names(program: Program, sites: dict[str, list[_Site]]) -> dict[tuple[Node, Pair], str]:
+    """What a shared cache is called: as that of its first reader would be if each had its own."""
+    names: dict[tuple[Node, Pair], str] = {}
+    for call, stem in program.cache_stems().items():
+        for i, site in enumerate(sites[str(call.target)]):
+            if site.sources is not None:
+                source = site.sources[call]
+                names.setdefault((source.maker, source.pair), f"cache_{stem}_{i}")
+    return names

@@ -16,6 +16,7 @@ from deepinfer_compile.graph import Editor, fake_mode_of, tensor, value
 from deepinfer_compile.parts import Assembly
 from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.program import Program
+from deepinfer_compile.shared_keys import may_share
 from deepinfer_compile.skeleton import fresh
 
 A = torch.ops.aten
@@ -38,7 +39,8 @@ class SplitEncoderDecoder:
     rows. "mask" runs it on all rows and lets window attention see kept ones only, which gives the same for these; other
     rows are of no meaning. keep: rows at the end of a prompt that `kept` should hold, 0 for the widest window above
     plus `backtrack`; recorded in `info["split"]["keep"]`, exact from `info["split"]["halo"]` on.
-    Left alone: with require=False, a program that has no boundary. Raises NoBoundary, BadOption.
+    Left alone: with require=False, a program that has no boundary: with a remark where some attention reads keys of
+    further down than its queries, without one where none does. Raises NoBoundary, BadOption.
     """
 
     name: ClassVar[str] = "split-encoder-decoder"
@@ -53,7 +55,7 @@ class SplitEncoderDecoder:
 
     def run_program(self, program: Program, ctx: PassContext) -> Program:
         self._check_options()
-        if "split" in program.info:
+        if "split" in program.info or not (self.require or may_share(program)):
             return program
         try:
             found = find_boundary(program)

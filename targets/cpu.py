@@ -8,6 +8,7 @@ and the torch version are recorded; the loader refuses others.
 from __future__ import annotations
 
 import json
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -45,6 +46,8 @@ from deepinfer_compile.targets.cpu_kernels import (
 KERNELS = (
     ("aten.linear", "linear"),
     ("deepinfer.cached_attention", "cached_attention"),
+    ("deepinfer.write_kv", "write_kv"),
+    ("deepinfer.shared_attention", "shared_attention"),
     ("deepinfer.cached_latent_attention", "cached_latent_attention"),
     ("deepinfer.experts", "experts"),
 )
@@ -193,7 +196,7 @@ def _examples(gm: GraphModule) -> tuple[list[Tensor], list[dict[int, Any] | None
             if isinstance(size, int):
                 shape.append(size)
                 continue
-            name = str(size)
+            name = re.sub(r"\W", "_", str(size))  # a size that is computed is one of its own to the compiled code
             # different symbols get different example sizes, or export would take them for one
             shape.append(sizes.setdefault(name, 11 + 2 * len(sizes)))
             moving[i] = dims.setdefault(name, torch.export.Dim(name, min=1, max=MAX_SIZE))

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 JSON_OPTION = typer.Option("--json", help="Print the result, or the error, as one JSON document.")
 DTYPE_OPTION = typer.Option(help="Computing type: auto (the checkpoint's), float32 or bfloat16.")
+REPLAY_OPTION = typer.Option(
+    help="Layers that share keys run on the wanted rows of a prompt, where that is exact (compact), or all (off)."
+)
+KEEP_OPTION = typer.Option(
+    help="Rows of a prompt for layers above shared keys that have windows of their own; approximate. 0: all."
+)
 WAIVE_OPTION = typer.Option(metavar="PASS", help="A pass that may miss what it must match; recorded. May be repeated.")
 
 
@@ -33,6 +39,8 @@ def build(
     weights: Annotated[str, typer.Option(help="copy into the bundle, link to MODEL_DIR, or none.")] = "copy",
     waive: Annotated[list[str] | None, WAIVE_OPTION] = None,
     tuned: Annotated[Path | None, typer.Option(metavar="DIR", help="Configurations that `tune --store` found.")] = None,
+    replay: Annotated[str, REPLAY_OPTION] = "compact",
+    keep: Annotated[int, KEEP_OPTION] = 0,
     dump: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write every stage, its diff and remarks; reproducers too.")
     ] = None,
@@ -49,7 +57,7 @@ def build(
     from deepinfer_compile.cli.facts import describe_bundle
 
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "native": not graph_only, "isa": isa}
-    options |= {"weights": weights, "waive": waived(waive), "tuned": tuned}
+    options |= {"weights": weights, "waive": waived(waive), "tuned": tuned, "replay": replay, "keep": keep}
     observers = watchers(dump, print_after, to_stderr=as_json)
     with Stages(live=print_after is None) as stages:
         files = deepinfer_compile.build(model, out, target or "cpu", observers=observers, progress=stages, **options)

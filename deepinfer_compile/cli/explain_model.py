@@ -15,7 +15,7 @@ from deepinfer_compile.cli.kernel_words import choice_words
 from deepinfer_compile.cli.show import plural, ranges, short_place, stdout
 from deepinfer_compile.cli.stages import Stages
 from deepinfer_compile.errors import BadOption
-from deepinfer_compile.remarks import remarks
+from deepinfer_compile.remarks import remarks, split_remarks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,7 +77,9 @@ def explain_compiled(compiled: Compiled) -> dict[str, Any]:
     quiet = [f"{p}/{r.name}" for p, records in compiled.records.items() for r in records if not r.remarks]
     info = {k: v for k, v in compiled.captured.info.items() if k != "tied"}
     waivers = [r.waived for records in compiled.records.values() for r in records if r.waived]
-    return {"model": compiled.source.name, "info": info, "kinds": _ordered(kinds), "quiet": quiet, "waivers": waivers}
+    split = split_remarks({name: program.info for name, program in compiled.programs.items()})
+    found = {"model": compiled.source.name, "info": info, "split": split, "kinds": _ordered(kinds)}
+    return {**found, "quiet": quiet, "waivers": waivers}
 
 
 def explain_bundle(files: BundleFiles) -> dict[str, Any]:
@@ -112,7 +114,9 @@ def explain_bundle(files: BundleFiles) -> dict[str, Any]:
     info = {k: v for k, v in manifest.model.get("info", {}).items() if k != "tied"}
     found = _ordered({**kinds, WHOLE: whole})
     kernels = describe_kernels(files, programs)
-    made = {"model": model, "info": info, "kinds": found, "quiet": quiet, "waivers": list(manifest.waivers)}
+    split = split_remarks({name: data["info"] for name, data in programs.items()})
+    made = {"model": model, "info": info, "split": split, "kinds": found, "quiet": quiet}
+    made["waivers"] = list(manifest.waivers)
     return {**made, "kernels": kernels}
 
 
@@ -128,7 +132,7 @@ def _ordered(kinds: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _print(found: dict[str, Any], console: Console) -> None:
     console.print(found["model"], style="bold")
-    for remark in remarks(found["info"]):
+    for remark in (*remarks(found["info"]), *found["split"]):
         console.print(remark, soft_wrap=True)
     for kind in found["kinds"]:
         at = (

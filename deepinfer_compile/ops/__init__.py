@@ -9,6 +9,7 @@ from deepinfer_compile.ops.project import LINEAR, LINEARS, OUTPUT_PROJECTION, WI
 from deepinfer_compile.ops.registry import NAMESPACE, OPS, Op, Work, find, implements
 from deepinfer_compile.ops.rope import COMPLEX_ROPE_TABLE, ROPE, ROTARY_TABLE
 from deepinfer_compile.ops.sample import SAMPLE
+from deepinfer_compile.ops.shared import KEPT_BATCH, ROW_BATCH, SHARED_ATTENTION, WRITE_KV
 
 __all__ = [
     "ADD_RMS_NORM",
@@ -18,6 +19,7 @@ __all__ = [
     "COMPLEX_ROPE_TABLE",
     "EXPERTS",
     "GATED_ACT",
+    "KEPT_BATCH",
     "LATENT_ATTENTION",
     "LINEAR",
     "LINEARS",
@@ -29,8 +31,11 @@ __all__ = [
     "ROPE",
     "ROTARY_TABLE",
     "ROUTE",
+    "ROW_BATCH",
     "SAMPLE",
+    "SHARED_ATTENTION",
     "WIDE_LINEAR",
+    "WRITE_KV",
     "Op",
     "Work",
     "find",

@@ -113,6 +113,42 @@ def write_rows(cache: Tensor, rows: Tensor, slot: Tensor) -> None:
     cache[at // page, at % page] = rows[keep].to(cache.dtype)
 
 
+def write_keys(k: Tensor, v: Tensor, kv: Tensor, slot: Tensor) -> None:
+    """Store keys [T, Hkv, D] and values [T, Hkv, Dv] at slots [T] of kv [pages, 2, page, Hkv, max(D, Dv)]."""
+    write_rows(kv[:, 0, :, :, : k.shape[-1]], k, slot)
+    write_rows(kv[:, 1, :, :, : v.shape[-1]], v, slot)
+
+
+def attend_pages(
+    q: Tensor,
+    kv: Tensor,
+    query_start: Tensor,
+    seq_len: Tensor,
+    block_table: Tensor,
+    slot: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    value_width: int,
+) -> Tensor:
+    """Queries [T, H, D] of packed requests over the keys and values in their pages -> [T, H, value_width]."""
+    out = q.new_zeros(q.shape[0], q.shape[1], value_width)
+    for r in range(seq_len.shape[0]):
+        a, b, length = int(query_start[r]), int(query_start[r + 1]), int(seq_len[r])
+        if a == b:
+            continue
+        first = max(0, length - (b - a) - window + 1) if window > 0 else 0
+        keys = gather_pages(kv[:, 0, :, :, : q.shape[-1]], block_table[r], first, length)
+        values = gather_pages(kv[:, 1, :, :, :value_width], block_table[r], first, length)
+        s = scores_of(q[a:b].transpose(0, 1), keys.transpose(0, 1), scale, softcap)
+        positions = torch.arange(length - (b - a) - first, length - first, device=q.device)
+        p = masked_softmax(s, visibility(positions, length - first, window).expand(s.shape), sinks)
+        spread = wide(values).transpose(0, 1).repeat_interleave(q.shape[1] // values.shape[1], dim=0)
+        out[a:b] = torch.matmul(p, spread).transpose(0, 1).to(q.dtype)
+    return out.masked_fill((slot < 0).view(-1, 1, 1), 0)
+
+
 def _cached_attention(
     q: Tensor,
     k: Tensor,
@@ -127,22 +163,9 @@ def _cached_attention(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    write_rows(kv[:, 0, :, :, : k.shape[-1]], k, slot)
-    write_rows(kv[:, 1, :, :, : v.shape[-1]], v, slot)
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
-    for r in range(seq_len.shape[0]):
-        a, b, length = int(query_start[r]), int(query_start[r + 1]), int(seq_len[r])
-        if a == b:
-            continue
-        first = max(0, length - (b - a) - window + 1) if window > 0 else 0
-        keys = gather_pages(kv[:, 0, :, :, : k.shape[-1]], block_table[r], first, length)
-        values = gather_pages(kv[:, 1, :, :, : v.shape[-1]], block_table[r], first, length)
-        s = scores_of(q[a:b].transpose(0, 1), keys.transpose(0, 1), scale, softcap)
-        positions = torch.arange(length - (b - a) - first, length - first, device=q.device)
-        p = masked_softmax(s, visibility(positions, length - first, window).expand(s.shape), sinks)
-        spread = wide(values).transpose(0, 1).repeat_interleave(q.shape[1] // v.shape[1], dim=0)
-        out[a:b] = torch.matmul(p, spread).transpose(0, 1).to(q.dtype)
-    return out.masked_fill((slot < 0).view(-1, 1, 1), 0)
+    write_keys(k, v, kv, slot)
+    meta = (query_start, seq_len, block_table, slot)
+    return attend_pages(q, kv, *meta, scale, window, softcap, sinks, v.shape[-1])
 
 
 def _cached_attention_fake(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:

@@ -22,6 +22,11 @@ SCHEMAS = {
         "cached_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv, Tensor query_start, Tensor seq_len, "
         "Tensor block_table, Tensor slot, float scale, int window, float softcap, Tensor? sinks) -> Tensor"
     ),
+    "write_kv": "write_kv(Tensor k, Tensor v, Tensor(a!) kv, Tensor slot) -> Tensor",
+    "shared_attention": (
+        "shared_attention(Tensor q, Tensor kv, Tensor query_start, Tensor seq_len, Tensor block_table, Tensor slot, "
+        "float scale, int window, float softcap, Tensor? sinks, int value_width) -> Tensor"
+    ),
     "cached_latent_attention": (
         "cached_latent_attention(Tensor q_nope, Tensor q_rope, Tensor c, Tensor k_rope, Tensor w_uk, Tensor w_uv, "
         "Tensor(a!) latent, Tensor query_start, Tensor seq_len, Tensor block_table, Tensor slot, float scale, "
@@ -49,6 +54,14 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
+def _write_kv(k: Tensor, v: Tensor, kv: Tensor, slot: Tensor) -> Tensor:
+    return torch.empty_like(slot)
+
+
+def _shared_attention(q: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1], rest[-1]))
+
+
 def _latent_attention(
     q_nope: Tensor, q_rope: Tensor, c: Tensor, k_rope: Tensor, w_uk: Tensor, w_uv: Tensor, *rest: object
 ) -> Tensor:
@@ -64,6 +77,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "linear": _linear,
     "linears": _linears,
     "cached_attention": _attention,
+    "write_kv": _write_kv,
+    "shared_attention": _shared_attention,
     "cached_latent_attention": _latent_attention,
     "experts": _experts,
 }

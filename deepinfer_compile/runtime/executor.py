@@ -18,6 +18,7 @@ from torch import Tensor
 from deepinfer_compile.errors import BundleCorrupt, WeightMismatch
 from deepinfer_compile.runtime.batch import CacheGroup, Flight, StepInput
 from deepinfer_compile.runtime.drawing import Draw, Numbers
+from deepinfer_compile.runtime.kept import in_prompt, kept_inputs
 from deepinfer_compile.runtime.kernel_blocks import StepState
 
 Runner = Callable[[list[Any]], Sequence[Any]]
@@ -65,6 +66,7 @@ class ProgramRunner:
             else:
                 raise BundleCorrupt(file=file, reason=f"the skeleton calls {node.get('target')!r}")
         self.place = place
+        self.keep = _keep(data["info"], file) if "kept" in place else 0
         self.calls = _with_frees(calls, self.output, sum(n["op"] == "input" for n in data["skeleton"]["nodes"]))
 
     def _add(self, place: dict[str, int], name: str, held: Any) -> None:
@@ -150,6 +152,7 @@ class BundleExecutor:
         self.device, self.state, self.make_graphs = device, state, graphs
         self.graphs: DecodeSteps | None = None
         self.draw, self.identity = draw, identity
+        self.keep = max(program.keep for program in programs.values())
         self.reads_hint = any("context_hint" in program.place for program in programs.values())
         self.groups = tuple(self._group(g, window) for g, window in enumerate(windows))
         self.allocated: dict[str, Tensor] = {}
@@ -197,11 +200,18 @@ class BundleExecutor:
             return "decode"
         return "verify" if tokens <= self.crossover * requests else "prefill"
 
+    def _program(self, inputs: StepInput) -> str:
+        """The program that fits a step; where windows lack rows of a prompt, the one that knows which."""
+        if self.keep and in_prompt(inputs):
+            return "prefill"
+        return self.choose(inputs.input_ids.shape[0], inputs.seq_len.shape[0])
+
     def step(self, inputs: StepInput) -> Tensor:
         """Run the program that fits; logits [N, vocab], see `Executor`."""
         self.state.tokens = inputs.input_ids.shape[0]
-        name = self.choose(self.state.tokens, inputs.seq_len.shape[0])
-        given = _given(inputs)
+        name, given = self._program(inputs), _given(inputs)
+        if self.programs[name].keep:
+            given |= kept_inputs(inputs, self.programs[name].keep)
         with torch.no_grad():
             logits = self.graphs.run(given) if self.graphs is not None and name == "decode" else None
             if logits is None:
@@ -212,11 +222,20 @@ class BundleExecutor:
     def start(self, inputs: StepInput, numbers: Numbers, *, following: bool = False) -> Flight | None:
         """See `Executor`."""
         tokens = inputs.input_ids.shape[0]
-        if self.graphs is None or self.choose(tokens, inputs.seq_len.shape[0]) != "decode":
+        if self.graphs is None or self._program(inputs) != "decode":
             return None
         self.state.tokens = tokens
         with torch.no_grad():
             return self.graphs.start(_given(inputs), numbers, following=following)
+
+
+def _keep(info: Mapping[str, Any], file: str) -> int:
+    """How many rows of a prompt a program keeps. Raises BundleCorrupt."""
+    split = info.get("split")
+    keep = split.get("keep") if isinstance(split, dict) else None
+    if type(keep) is not int or keep < 1:
+        raise BundleCorrupt(file=file, reason="it does not say how many rows of a prompt it keeps")
+    return keep
 
 
 def _given(inputs: StepInput) -> dict[str, Tensor]:

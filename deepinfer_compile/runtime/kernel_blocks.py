@@ -109,7 +109,7 @@ def _values(graph: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
 LIBRARY = "library"
 """A choice that is no kernel of ours: the operation that the graph names, run by torch."""
 
-WAITING = ("cached_attention", "cached_latent_attention", "experts")
+WAITING = ("cached_attention", "cached_latent_attention", "experts", "shared_attention", "write_kv")
 """Operations whose references read sizes back from the device."""
 
 

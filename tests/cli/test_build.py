@@ -199,3 +199,12 @@ def test_errors_carry_notes(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert json.loads(printed.out)["notes"] == ["reproducer: x.json"]
     assert "reproducer: x.json" in printed.err
+
+
+def test_replay_is_an_option_of_the_build(plain: Toy, cli: Run, tmp_path: Path) -> None:
+    """A model in which nothing is shared is built the same; what is no choice is refused."""
+    args = ("build", plain.folder, "-o", tmp_path / "o", "--graph-only", "--weights", "none", "--replay")
+    assert cli(*args, "off").exit_code == 0
+    missed = read_bundle(tmp_path / "o").manifest.build["passes"]["prefill"]
+    assert [p["missed"] for p in missed if p["name"] == "narrow-decoder"] == [[]]
+    assert cli(*args, "some").exit_code == 2

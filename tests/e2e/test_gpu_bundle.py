@@ -17,7 +17,7 @@ from deepinfer_compile.passes import merge_linears
 from deepinfer_compile.runtime.cuda_graphs import LADDER, bucket_of
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.targets import TARGETS, nvidia
-from tests import models
+from tests import models, yoco_model
 from tests.e2e.parity import bundle_tokens, eager_tokens, prompts
 
 LENGTHS = (5, 1, 17, 64, 65, 3, 130)
@@ -136,3 +136,17 @@ def test_a_bundle_from_another_machine_runs_without_triton() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         assert json.loads(done.stdout.splitlines()[-1]) == wanted["tokens"], bundle.name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("replay", ["off", "compact"])
+def test_shared_keys_are_served_by_kernels(replay: str, tmp_path: Path) -> None:
+    """A decoder whose upper half reads keys of the lower one: prompts by halves, decode steps as graphs."""
+    model = yoco_model.make_yoco()
+    dc.build(model, tmp_path / "bundle", target=here(), replay=replay)
+    given = prompts(yoco_model.VOCAB, LENGTHS)
+    llm: Any = dc.load(tmp_path / "bundle", target=here(), max_num_seqs=5, max_num_batched_tokens=48, max_model_len=256)
+    assert bundle_tokens(llm, given, COUNT) == [yoco_model.eager_tokens(model, p, COUNT) for p in given]
+    graphs = llm.engine._executor.graphs
+    assert graphs is not None
+    assert 8 in graphs.captured

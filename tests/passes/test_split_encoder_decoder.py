@@ -246,7 +246,16 @@ def test_what_has_no_boundary_is_refused_or_left() -> None:
         go_on(program, SplitEncoderDecoder())
     after, records = go_on(program, SplitEncoderDecoder(require=False))
     assert to_text(after.skeleton) == to_text(program.skeleton)
+    assert not records[0].remarks
+
+
+def test_why_a_shared_source_does_not_split_is_told() -> None:
+    form = Form((0, None, None, 0), (False, True, True, False), 1, broken="own keys above", at=3)
+    program = raised_form(form)
+    after, records = go_on(program, SplitEncoderDecoder(require=False))
+    assert to_text(after.skeleton) == to_text(program.skeleton)
     assert [r.kind for r in records[0].remarks] == ["missed"]
+    assert "reads keys that its own layer makes, above layers that share" in records[0].remarks[0].reason
 
 
 @pytest.mark.parametrize("options", [{"replay": "some"}, {"keep": -1}, {"backtrack": -1}])

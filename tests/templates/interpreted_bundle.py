@@ -20,7 +20,7 @@ from deepinfer_compile.runtime import cubins, loading
 from deepinfer_compile.runtime.launch import buffer_shape, check_operands, evaluate, plan_from_json, values_of
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.targets import nvidia
-from tests import models
+from tests import models, yoco_model
 from tests.e2e.parity import bundle_tokens, eager_tokens, prompts
 from tests.triton_interpreter import load
 
@@ -129,3 +129,16 @@ def test_a_latent_prompt_in_chunks_equals_eager(tmp_path: Path, interpreted: Non
         if entry["op"] == "deepinfer.cached_latent_attention"
     }
     assert bound == {("prefill", "latent_prefill"), ("decode", "latent_attention"), ("verify", "latent_attention")}
+
+
+@pytest.mark.slow
+def test_shared_keys_are_written_once_and_read_by_kernels(tmp_path: Path, interpreted: None) -> None:
+    """A decoder whose upper half reads keys of the lower one, prompts in chunks: some have no wanted row."""
+    model = yoco_model.make_yoco(yoco_model.Form(lower=(0,), upper=(0, 0)))
+    dc.build(model, tmp_path / "bundle", target="nvidia-sm90")
+    given = prompts(yoco_model.VOCAB, (5, 1, 60))
+    llm = dc.load(
+        tmp_path / "bundle", target="nvidia-sm90", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=24
+    )
+    assert bundle_tokens(llm, given, 3) == [yoco_model.eager_tokens(model, p, 3) for p in given]
+    assert Interpreted.ran >= {"paged_attention", "shared_attention"}

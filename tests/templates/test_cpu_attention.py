@@ -179,6 +179,34 @@ def test_padding_requests_and_padding_tokens() -> None:
     assert not got[2:].any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [(20, 20), (24, 40), (40, 16)])
+def test_written_by_one_and_read_by_others(width: tuple[int, int], dtype: torch.dtype) -> None:
+    case = Case(
+        [3, 0, 70, 1], [3, 0, 100, 65], width=width[0], value_width=width[1], window=9, sinks=True, dtype=dtype, spare=2
+    )
+    want, whole = case.run(), case.kv.clone()
+    new = case.slot[case.slot >= 0]
+    case.kv[new // PAGE, :, new % PAGE] = math.nan
+    library = torch.ops.deepinfer_cpu
+    slots = library.write_kv(case.k, case.v, case.kv, case.slot)
+    assert torch.equal(slots, case.slot)
+    torch.testing.assert_close(case.kv, whole, rtol=0, atol=0, equal_nan=True)
+    meta = case.start, case.seq_len, case.table, slots
+    options = case.scale, case.window, case.softcap, case.sink_logits, case.value_width
+    assert torch.equal(library.shared_attention(case.q, case.kv, *meta, *options), want)
+    assert torch.equal(library.shared_attention(case.q[:0], case.kv, *empty(case), *options), want[:0])
+    with pytest.raises(RuntimeError, match="do not fit"):
+        library.write_kv(case.k, case.v[1:], case.kv, case.slot)
+    with pytest.raises(RuntimeError, match="is not"):
+        library.shared_attention(case.q, case.kv, *meta, *options[:-1], case.value_width + 40)
+
+
+def empty(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Metadata of no request."""
+    return torch.zeros(1, dtype=torch.int32), case.seq_len[:0], case.table[:0], case.slot[:0]
+
+
 def test_no_tokens() -> None:
     case = Case([0], [0])
     assert case.run().shape == (0, 6, 20)
