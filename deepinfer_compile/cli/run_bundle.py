@@ -78,7 +78,7 @@ def run(
     llm, loaded = _load(bundle, len(given) * params.n, full_check, options)
     answers.collect(llm, given, params)
     answers.finish(as_json, loaded)
-    stderr().print(f"loaded in {loaded:.2f} s; {answers.timing()}; {prompts.in_words(params)}")
+    stderr().print(f"loaded in {loaded:.2f} s; {answers.timing()}; {prompts.in_words(params)}; {llm.engine.caches}")
 
 
 def _load(bundle: Path, requests: int, full_check: bool, options: dict[str, Any]) -> tuple[LLM, float]:

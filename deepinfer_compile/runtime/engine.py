@@ -21,7 +21,7 @@ from deepinfer_compile.runtime.ahead import Ahead, steps_alone
 from deepinfer_compile.runtime.batch import Executor
 from deepinfer_compile.runtime.disk import DiskPages
 from deepinfer_compile.runtime.outputs import FinishReason
-from deepinfer_compile.runtime.pages import Ints, Pages, plan_pages
+from deepinfer_compile.runtime.pages import Ints, Pages, caches_in_words, plan_pages
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.prefix import PrefixCache, PrefixStats
 from deepinfer_compile.runtime.prefix_disk import DiskTier
@@ -124,6 +124,7 @@ class Engine:
         self._ahead: Ahead | None = None
         self._outdated: deque[str] = deque()
         executor.allocate(counts)
+        self.caches = caches_in_words(executor.groups, counts, options.memory_bytes)
 
     @property
     def alive(self) -> int:

@@ -308,6 +308,16 @@ def plan_pages(
     return tuple(d.one + (d.all - d.one) * share // (most - least) for d in wanted)
 
 
+def caches_in_words(groups: tuple[CacheGroup, ...], counts: tuple[int, ...], memory_bytes: int | None) -> str:
+    """What the pools take and how that came about."""
+    if not groups:
+        return "no caches"
+    terms = " + ".join(f"{n} pages of {g.name} x {g.bytes_per_page:,} bytes" for g, n in zip(groups, counts))
+    total = sum(n * g.bytes_per_page for g, n in zip(groups, counts))
+    allowed = "half of the available memory" if memory_bytes is None else f"{memory_bytes:,} bytes"
+    return f"caches of {terms} = {total:,} bytes, {allowed} allowed"
+
+
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     """Memory that can be taken now without swapping. Raises BadOption where the system does not say."""
     lines = meminfo.read_text().splitlines() if meminfo.is_file() else []

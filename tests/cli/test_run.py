@@ -31,6 +31,7 @@ def test_ids_give_what_eager_gives(cli: Run, toy: Toy) -> None:
     assert found["tokens"] == 6
     assert "greedy" in result.stderr
     assert "tokens/s" in result.stderr
+    assert "pages of full x" in result.stderr
 
 
 def test_a_prompt_is_a_chat_turn_unless_raw(cli: Run, toy: Toy) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deepinfer_compile.errors import BadOption, OutOfMemory
 from deepinfer_compile.runtime.batch import PAGE_SIZE, CacheGroup
-from deepinfer_compile.runtime.pages import PagePool, Pages, available_bytes, demand, plan_pages
+from deepinfer_compile.runtime.pages import PagePool, Pages, available_bytes, caches_in_words, demand, plan_pages
 
 FULL = CacheGroup("full", 0, 1000)
 SEATS, LENGTH = 4, 640
@@ -174,3 +174,12 @@ def test_the_default_is_half_of_the_available_memory(tmp_path, monkeypatch):
         plan(None)
     with pytest.raises(BadOption, match="memory_bytes"):
         available_bytes(tmp_path / "none")
+
+
+def test_what_the_caches_take_is_said_with_its_arithmetic() -> None:
+    groups = (CacheGroup("full", 0, 1_000), CacheGroup("window7", 7, 300))
+    assert caches_in_words(groups, (4, 2), 9_000) == (
+        "caches of 4 pages of full x 1,000 bytes + 2 pages of window7 x 300 bytes = 4,600 bytes, 9,000 bytes allowed"
+    )
+    assert caches_in_words(groups[:1], (1,), None).endswith("= 1,000 bytes, half of the available memory allowed")
+    assert caches_in_words((), (), 5) == "no caches"
