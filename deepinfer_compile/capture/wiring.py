@@ -3,8 +3,8 @@
 Sharing makes layers read results of layers that are not their neighbours, so that a chain does not say what goes where.
 What each layer of the whole model reads is known from the record of what it does (`uniform`): which layer made it, and
 as which of its results. The traced layers show how such a result is called in the graph: a layer's inputs from one
-maker are the same tensors in the record and in the graph, in the order in which they are first read. Wherever the two
-do not agree in number, type or shape, nothing is shown, and all layers are traced.
+maker are the same tensors in the record and in the graph, those of one type and shape in the order in which they are
+first read. Wherever the two do not agree, nothing is shown, and all layers are traced.
 """
 
 from __future__ import annotations
@@ -111,9 +111,11 @@ class Wiring:
                 nodes = [n for n in pieces[key].reads if maker.get(n, -1) == j]
                 if len(results) != len(nodes):
                     raise _unclear(f"{key} reads {len(results)} results of layer {j}, the graph has {len(nodes)}")
-                for result, node in zip(results, nodes):
-                    if known.setdefault(result, node) is not node or not self._fits(result, node):
+                for result in results:
+                    node = next((n for n in nodes if self._fits(result, n)), None)
+                    if node is None or known.setdefault(result, node) is not node:
                         raise _unclear(f"what {key} reads of layer {j} is in another order in the graph")
+                    nodes.remove(node)
         if len(set(known.values())) != len(known) or any(n not in known.values() for n in maker):
             raise _unclear("results and values of the graph do not correspond")
         return known
