@@ -10,7 +10,7 @@ sizes, so that a million tokens cost no more to count than a thousand.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -22,19 +22,22 @@ from torch.fx import Node
 
 from deepinfer_compile.boundary import Boundary, find_boundary
 from deepinfer_compile.graph import argument, is_op, tensor, value
+from deepinfer_compile.match import expr
 from deepinfer_compile.mixing import classify
 from deepinfer_compile.ops import ATTENTION, EXPERTS, LATENT_ATTENTION
 from deepinfer_compile.pairs import Pair, Part
 from deepinfer_compile.program import Program
 from deepinfer_compile.rowwise import Rows
+from deepinfer_compile.skeleton import tokens_of
 
 A = torch.ops.aten
 PRODUCTS = (A.linear.default, A.matmul.default, A.mm.default, A.bmm.default, A.addmm.default)
-MASKS = {A.masked_fill.Scalar: 1, A.where.ScalarOther: 0}
+MASKS: dict[object, int] = {A.masked_fill.Scalar: 1, A.where.ScalarOther: 0}
 """Calls that hide scores, with the position of the mask among their operands."""
-KEEPS_COLUMNS = (A.sum.dim_IntList, A.mean.dim, A.unsqueeze.default, A.softmax.int, A._softmax.default)
+KEEPS_COLUMNS = (A.sum.dim_IntList, A.mean.dim, A.unsqueeze.default)
 """Calls beside the elementwise ones of which a column depends on that column of their first operand."""
 SPLITS = (A.split.Tensor, A.split_with_sizes.default, A.chunk.default)
+FILLS = (A.zeros.default, A.zeros_like.default, A.new_zeros.default)
 
 
 @dataclass(frozen=True)
@@ -132,10 +135,22 @@ class PrefillWork:
             return self._attention(node, extent)
         if is_op(node, EXPERTS.overload):
             ids, w13, w2 = (tensor(argument(node, n)) for n in ("ids", "w13", "w2"))
-            return 2 * _size(ids.shape, extent.rows) * (w13[0].numel() + w2[0].numel())
+            return 2 * self._size(ids.shape, extent.rows) * (w13[0].numel() + w2[0].numel())
         left = 1 if is_op(node, A.addmm.default) else 0
-        inner = tensor(node.args[left]).shape[-1]  # type: ignore[arg-type]
-        return 2 * _size(tensor(node).shape, extent.rows) * _size((inner,), extent.rows)
+        inner = int(tensor(node.args[left]).shape[-1])  # type: ignore[arg-type]
+        return 2 * self._size(tensor(node).shape, extent.rows) * inner
+
+    def _size(self, shape: Iterable[Any], rows: int) -> int:
+        """Elements of a shape in which the number of tokens, or a multiple of it, is one of rows."""
+        total = 1
+        for size in shape:
+            times = 1 if isinstance(size, int) else expr(size) / self._tokens
+            total *= size if isinstance(size, int) else rows * (int(times) if times.is_Integer else 1)
+        return total
+
+    @cached_property
+    def _tokens(self) -> Any:
+        return expr(tokens_of(self.program))
 
     def _attention(self, node: Node, extent: Extent) -> int:
         """Scores and sums of an attention that is one operation."""
@@ -144,11 +159,10 @@ class PrefillWork:
         if is_op(node, ATTENTION.overload):
             q, v = tensor(argument(node, "q")), tensor(argument(node, "v"))
             return 2 * int(q.shape[1]) * int(q.shape[-1] + v.shape[-1]) * seen
-        q, c = tensor(argument(node, "q_nope")), tensor(argument(node, "c"))
+        q = tensor(argument(node, "q_nope"))
         width = int(q.shape[-1] + tensor(argument(node, "q_rope")).shape[-1])
         up, down = tensor(argument(node, "w_uk")), tensor(argument(node, "w_uv"))
         made = 2 * (up.numel() + down.numel()) * extent.tokens
-        assert c.shape[-1] == up.shape[-1]
         return 2 * int(up.shape[0]) * (width + int(down.shape[-1])) * seen + made
 
     def _einsum(self, node: Node, extent: Extent) -> int:
@@ -172,19 +186,15 @@ class PrefillWork:
         known = math.prod(min(size, fewer.get(n, size)) for n, size in sizes.items() if size)
         if columns:
             return 2 * known * _columns(self._seen(node, operands), extent)
-        return 2 * known * _size([-1 for n in rows if sizes[n] == 0], extent.rows)
+        return 2 * known * (extent.rows if any(sizes[n] == 0 for n in rows) else 1)
 
     def _seen(self, node: Node, operands: list[Any]) -> tuple[Part, ...]:
         """The columns of a product over pairs that matter."""
         first = self._values.get(operands[0])
         if isinstance(first, Pair) and first.form == "zero":
             return first.parts
-        return self._needs.get(node, (Part(),))
-
-
-def _size(shape: Iterable[Any], rows: int) -> int:
-    """Elements of a shape whose symbolic size is a number of rows, or a multiple of it."""
-    return math.prod(d if isinstance(d, int) and d >= 0 else rows for d in shape)
+        pair = next(h for h in (self._values.get(node), first) if isinstance(h, Pair))
+        return self._needs.get(node, pair.plain().parts)
 
 
 def _columns(parts: tuple[Part, ...], extent: Extent) -> int:
@@ -230,7 +240,8 @@ def _wanted(
     if mask is not None and user.args[mask] is not node:
         return made.parts if isinstance(made, Pair) and made.form == "dead" else found.get(user)
     if is_op(user, A.cat.default) and isinstance(made, Pair) and user in found:
-        before = sum(len(values[p].parts) for p in user.args[0][: user.args[0].index(node)])  # type: ignore[index, union-attr, arg-type]
+        joined: Any = user.args[0]
+        before = sum(len(values[p].parts) for p in joined[: joined.index(node)])
         return found[user][before : before + len(values[node].parts)]
     same = torch.Tag.pointwise in getattr(user.target, "tags", ()) or is_op(user, *KEEPS_COLUMNS)
     return found.get(user) if same and isinstance(made, Pair) else None
@@ -282,9 +293,6 @@ def _zeros(node: Node, zero: dict[Node, dict[int, int]]) -> dict[int, int]:
     return {}
 
 
-FILLS = (A.zeros.default, A.zeros_like.default, A.new_zeros.default, A.full.default, A.new_full.default)
-
-
 def _multiplied(
     user: Node, node: Node, zero: dict[Node, dict[int, int]], needed: dict[Node, dict[int, int]]
 ) -> dict[int, int]:
@@ -300,11 +308,9 @@ def _multiplied(
     if whole and is_op(user, A._to_copy.default, A.to.dtype):
         return limits
     if getattr(user.target, "__name__", "") == "getitem" or is_op(user, A.slice.Tensor):
-        dim = int(argument(user, "dim")) % tensor(node).dim() if is_op(user, A.slice.Tensor) else None
-        return {d: n for d, n in limits.items() if d != dim}
+        cut = int(argument(user, "dim")) % tensor(node).dim() if is_op(user, A.slice.Tensor) else None
+        return {d: n for d, n in limits.items() if d != cut}
     return {}
 
-
-Counter = Callable[[int], Saving]
 
 __all__ = ["Extent", "PrefillWork", "Saving"]

@@ -47,7 +47,7 @@ def find(subject: str | Path) -> Own | None:
     """
     path = Path(subject)
     path = path / "config.json" if path.is_dir() else path
-    if path.name != "config.json" and path.suffix != ".json" or not path.is_file():
+    if (path.name != "config.json" and path.suffix != ".json") or not path.is_file():
         return None
     try:
         raw = json.loads(path.read_text())
