@@ -144,8 +144,11 @@ class PrefillWork:
         """Elements of a shape in which the number of tokens, or a multiple of it, is one of rows."""
         total = 1
         for size in shape:
-            times = 1 if isinstance(size, int) else expr(size) / self._tokens
-            total *= size if isinstance(size, int) else rows * (int(times) if times.is_Integer else 1)
+            if isinstance(size, int):
+                total *= size
+                continue
+            times = expr(size) / self._tokens
+            total *= rows * (int(times) if times.is_Integer else 1)
         return total
 
     @cached_property
