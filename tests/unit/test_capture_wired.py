@@ -36,19 +36,32 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """`swapped`: layers that read the second tensor first. `scaled`: numbers written in code, which are constants."""
+    """`swapped`: layers that read the second tensor first. `scaled`: numbers written in code, which are constants.
 
-    def __init__(self, swapped: tuple[int, ...] = (), scaled: bool = False, late: bool = False) -> None:
+    `late`: what comes behind the layers reads one of them. `odd`: what one layer does depends on what is not its own.
+    """
+
+    def __init__(self, swapped: tuple[int, ...] = (), scaled: bool = False, late: bool = False, odd: str = "") -> None:
         super().__init__()
-        self.scaled, self.late = scaled, late
+        self.scaled, self.late, self.odd = scaled, late, odd
         self.embed = nn.Embedding(20, WIDTH)
         self.layers = nn.ModuleList(Layer(i in SOURCES, i in swapped) for i in range(LAYERS))
         self.head = nn.Linear(WIDTH, 20)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x, held = self.embed(ids), None
-        for layer in self.layers:
+        x = early = self.embed(ids)
+        held = None
+        for i, layer in enumerate(self.layers):
+            if self.odd == "a far read" and i == 9:
+                x = x + early
+            if self.odd == "the loop" and i == 9:
+                x = x * 2
             x, held = layer(x, held)
+            early = x if i == 3 else early
+            if self.odd == "a cast that changes nothing" and held is not None:
+                held = held[0].float(), held[1]
+        if self.odd == "the number of layers" and len(self.layers) > 8:
+            x = x.tanh()
         if self.scaled:
             x = x * torch.tensor([1.5 + i for i in range(WIDTH)], device=x.device)
             x = x + torch.arange(x.shape[1], device=x.device).unsqueeze(-1)
@@ -73,6 +86,14 @@ def check(model: Model) -> list[int]:
 def test_all_layers_are_wired_as_in_the_model(swapped: tuple[int, ...], late: bool) -> None:
     torch.manual_seed(len(swapped))
     assert len(check(Model(swapped, late=late).eval())) <= 6
+
+
+@pytest.mark.parametrize("odd", ["a far read", "the loop", "a cast that changes nothing", "the number of layers"])
+def test_what_cannot_be_shown_by_few_layers_is_traced_in_all(odd: str) -> None:
+    torch.manual_seed(0)
+    model = Model(odd=odd).eval()
+    assert len(check(model)) == LAYERS
+    assert "traced_all_because" in capture(model).info
 
 
 def test_a_model_on_the_meta_device_keeps_the_numbers_of_its_code() -> None:
