@@ -279,7 +279,7 @@ class _Search:
             if node in keys or any(self._reads_row(u, node) for u in wanted.intersection(node.users)):
                 graph.add_edge((node, 1), "to")
         try:
-            _, (_, high) = nx.minimum_cut(graph, "from", "to")
+            _, (_, high) = nx.minimum_cut(graph, "from", "to", flow_func=nx.algorithms.flow.dinitz)
         except nx.NetworkXUnbounded:
             raise self.refuse(
                 "no narrow cut", "a value between the halves has no row for each token", keys[0]

@@ -74,11 +74,14 @@ class _Shifted:
     near: int
 
 
-def classify(flat: GraphModule, program: Program) -> dict[Node, Mixing]:
-    """How each input and call of the program's flat graph mixes positions, in graph order."""
+def classify(flat: GraphModule, program: Program, values: dict[Node, Any] | None = None) -> dict[Node, Mixing]:
+    """How each input and call of the program's flat graph mixes positions, in graph order.
+
+    values: filled with what each holds: constant, rows, pairs.
+    """
     tokens = expr(tokens_of(program))
     found: dict[Node, Mixing] = {}
-    env: dict[Node, Any] = {}
+    env: dict[Node, Any] = {} if values is None else values
     pairs = Pairs(program)
     for node in flat.graph.nodes:
         pairs.note(node)

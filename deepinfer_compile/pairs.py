@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from deepinfer_compile.graph import argument, is_op, tensor, value
+from deepinfer_compile.lags import every, lags, table
 from deepinfer_compile.match import CASTS
 from deepinfer_compile.match_mask import HIDDEN, lengths_for
 from deepinfer_compile.match_moe import Concrete, NearMiss, numbers
@@ -40,16 +41,25 @@ MORE = 7
 @dataclass(frozen=True)
 class Part:
     """Columns of one set of keys. causal: a row sees none behind itself. window: how many tokens back it sees at most,
-    itself included, 0 for all. edges: where these columns were read."""
+    itself included, 0 for all. edges: where these columns were read. Of how many there are, for counting work: a row
+    with n tokens up to it sees at most n // every, and at most `most`, 0 for any number."""
 
     causal: bool = False
     window: int = 0
     edges: frozenset[Edge] = frozenset()
+    every: int = 1
+    most: int = 0
 
     def within(self, other: Part) -> Part:
         """The same, seen where the other is, too."""
-        both = [w for w in (self.window, other.window) if w]
-        return replace(self, causal=self.causal or other.causal, window=min(both, default=0))
+        window, most = (min((n for n in ns if n), default=0) for ns in zip(self.limits, other.limits))
+        every = max(self.every, other.every)
+        return replace(self, causal=self.causal or other.causal, window=window, every=every, most=most)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """How many columns a row sees at most, by its window and in number; 0 for any number."""
+        return self.window, self.most
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,8 @@ class Pairs:
 
     def _pointwise(self, node: Node, env: dict[Node, Any]) -> Pair | None:
         rank = tensor(node).dim()
-        held = [(i, _placed(env.get(i), rank - tensor(i).dim())) for i in node.all_input_nodes if _is_tensor(i)]
+        inputs = node.all_input_nodes[:1] if is_op(node, A.type_as.default) else node.all_input_nodes
+        held = [(i, _placed(env.get(i), rank - tensor(i).dim())) for i in inputs if _is_tensor(i)]
         pairs = [h for _, h in held if isinstance(h, Pair)]
         axes = sorted({h.dim for _, h in held if isinstance(h, Rows)})
         if not pairs and len(axes) == 2:
@@ -163,6 +174,8 @@ class Pairs:
             return found
         if node in self.placed:
             return self._run(node, found, False)
+        if is_op(node, A.lt.Scalar) and isinstance(first, Pair) and _is_rank(node.args[0], first):
+            return _with(found, "seen", [replace(found, parts=(Part(most=int(node.args[1])),))])  # type: ignore[arg-type]
         seen = [h for h in held.values() if isinstance(h, Pair) and h.form == "seen"]
         return _with(found, "seen", seen) if is_op(node, *AND) and seen else found
 
@@ -183,17 +196,20 @@ class Pairs:
         assert found.rows is not None
         if len(found.parts) != 1 or found.tail:
             return found
-        lengths = lengths_for(set(numbers(node)))
-        lengths.append(lengths[-1] + MORE)
         try:
-            lags = {n: _lags(self._value(node, n), found, negated) for n in lengths}
+            lengths = lengths_for(numbers(node, _sizes(node)))
+            lengths.append(lengths[-1] + MORE)
+            tables = {n: table(self._value(node, n), found.rows, found.cols, negated) for n in lengths}
         except NearMiss:
             return found
-        reach = {n: high + 1 for n, (_, high) in lags.items()}
+        behind = {n: lags(seen) for n, seen in tables.items()}
+        reach = {n: high + 1 for n, (_, high) in behind.items()}
         widest = reach[lengths[-1]]
         # a window shows as many tokens as there are, then stays: anything else may grow with the length
         steady = 0 < widest < lengths[-2] and all(r == min(n, widest) for n, r in reach.items())
-        part = Part(all(low >= 0 for low, _ in lags.values()), widest if steady else 0, found.parts[0].edges)
+        causal = all(low >= 0 for low, _ in behind.values())
+        rare = every(tables[lengths[-1]]) if causal and not steady else 1
+        part = Part(causal, widest if steady else 0, found.parts[0].edges, rare)
         return replace(found, form="hidden" if negated else "seen", parts=(part,))
 
     def _value(self, node: Node, length: int) -> Tensor:
@@ -250,6 +266,17 @@ def _placed(held: Any, behind: int) -> Any:
     return held
 
 
+def _sizes(node: Node) -> list[Node]:
+    """The sizes that a value is made with; what has these sizes is no part of it."""
+    found, left, seen = list[Node](), [node], set[Node]()
+    while left:
+        for operand in left.pop().all_input_nodes:
+            if operand not in seen:
+                seen.add(operand)
+                (found if is_op(operand, A.sym_size.int) else left).append(operand)
+    return found
+
+
 def _joined(pair: Pair, edges: Iterable[frozenset[Edge]]) -> Pair:
     parts = (replace(p, edges=p.edges | e) for p, e in zip(pair.parts, edges, strict=True))
     return replace(pair, parts=tuple(parts))
@@ -263,14 +290,10 @@ def _with(found: Pair, form: str, bounds: Iterable[Pair]) -> Pair:
     return replace(found, form=form, parts=parts) if form != "plain" else found
 
 
-def _lags(mask: Tensor, pair: Pair, negated: bool) -> tuple[int, int]:
-    """The least and the most tokens that a row of a mask is behind what it sees."""
-    assert pair.rows is not None
-    seen = ~mask if negated else mask
-    rows, cols = seen.shape[pair.rows], seen.shape[pair.cols]
-    at = seen.movedim((pair.rows, pair.cols), (0, 1)).reshape(rows, cols, -1).any(-1).nonzero()
-    lag = at[:, 0] - at[:, 1]
-    return (int(lag.min()), int(lag.max())) if len(lag) else (0, 0)
+def _is_rank(node: Any, pair: Pair) -> bool:
+    """Whether a node holds each column's place in an order of them: what is sorted by it once more."""
+    orders = ORDERS[:2]
+    return len(pair.parts) == 1 and is_op(node, *orders) and is_op(node.args[0], *orders)
 
 
 def _columns(held: Any, source: Node, user: Node) -> Pair | None:

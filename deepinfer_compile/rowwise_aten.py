@@ -17,8 +17,14 @@ def _first(call: Call) -> Node:
     return call.node.args[0]  # type: ignore[return-value]
 
 
+@rule("aten.type_as")
+def _cast(call: Call) -> Value:
+    """Its second operand gives a type, no values."""
+    return call.of(call.node.args[0])
+
+
 @rule(
-    *("aten._to_copy", "aten.to", "aten.type_as", "aten.copy", "aten.alias", "aten.contiguous", "aten.detach"),
+    *("aten._to_copy", "aten.to", "aten.copy", "aten.alias", "aten.contiguous", "aten.detach"),
     *("aten.multiply", "aten.divide", "aten.subtract"),  # other names, which torch does not tag as pointwise
     *("aten.floor_divide", "aten.__and__", "aten.__or__", "aten.__xor__"),
     *("aten.lift_fresh_copy", "aten.masked_fill", "aten.where", "aten.polar", "aten.complex", "aten._conj"),

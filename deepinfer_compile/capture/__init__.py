@@ -15,9 +15,11 @@ from torch import nn
 from deepinfer_compile.capture import hf
 from deepinfer_compile.capture.export import EXAMPLE_ROWS, EXAMPLE_TOKENS, Exported, export_packed
 from deepinfer_compile.capture.layers import plan_layers, proven, trimmed
-from deepinfer_compile.capture.partition import LayerPlan, partition
+from deepinfer_compile.capture.partition import Connect, LayerPlan, partition
 from deepinfer_compile.capture.rope import Hint, length_dependent, per_request
+from deepinfer_compile.capture.standins import standing_in
 from deepinfer_compile.capture.uniform import Doings, doings
+from deepinfer_compile.capture.wiring import ROUNDS, Wiring, by_doings, with_readers
 from deepinfer_compile.errors import UnsupportedArchitecture, UnsupportedConstruct
 from deepinfer_compile.program import Program
 
@@ -48,9 +50,9 @@ def _capture(model: nn.Module, trim: bool, chosen: tuple[str, str]) -> Program:
     with _prepared(model, chosen) as subject:
         if plan is not None and trim:
             try:
-                few = subject.trimmed_plan(plan)
+                few, connect = subject.trimmed_plan(plan)
                 if not few.complete:
-                    return _program(subject.export(few), few, {**info, "traced_layers": list(few.kept)})
+                    return _program(subject.export(few), few, {**info, "traced_layers": list(few.kept)}, connect)
             except UnsupportedConstruct as err:
                 info["traced_all_because"] = str(err).splitlines()[0]
         exported = subject.export(plan)
@@ -75,9 +77,11 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _program(exported: Exported, plan: LayerPlan | None, info: dict[str, Any]) -> Program:
+def _program(
+    exported: Exported, plan: LayerPlan | None, info: dict[str, Any], connect: Connect | None = None
+) -> Program:
     limit = {} if exported.max_tokens is None else {"max_tokens": exported.max_tokens}
-    return partition(exported, plan, "packed", {**info, **limit})
+    return partition(exported, plan, "packed", {**info, **limit}, connect)
 
 
 @dataclass(frozen=True)
@@ -101,21 +105,32 @@ class _Subject:
         with trimmed(self.model, plan):
             return doings(self.function, self.prefix + plan.path, arguments)
 
-    def trimmed_plan(self, plan: LayerPlan) -> LayerPlan:
-        """The fewest layers that show what all do. Raises UnsupportedConstruct if that cannot be proven."""
+    def trimmed_plan(self, plan: LayerPlan) -> tuple[LayerPlan, Connect | None]:
+        """The fewest layers that show what all do, and how all are connected where they form no chain. Raises
+        UnsupportedConstruct if that cannot be proven."""
         did = self.doings(plan)
-        few = proven(plan, did)
-        if not few.complete and not did.shown_by(self.doings(few), few.kept):
-            raise UnsupportedConstruct(
-                construct=f"with layers {list(few.kept)} alone the model does something else there", fix="trace all"
-            )
-        return few
+        if did.is_chain:
+            few = proven(plan, did)
+            if few.complete or did.shown_by(self.doings(few), few.kept):
+                return few, None
+        wired = by_doings(plan, did)
+        for _ in range(ROUNDS):
+            shown = self.doings(wired)
+            if not did.done_by(shown, wired.kept):
+                break
+            more = with_readers(wired, did, shown)
+            if more == wired:
+                return wired, Wiring(did, shown).connect
+            wired = more
+        raise UnsupportedConstruct(
+            construct=f"with layers {list(wired.kept)} alone the model does something else there", fix="trace all"
+        )
 
     def export(self, plan: LayerPlan | None) -> Exported:
         """Trace the plan's layers."""
         first: dict[int, str] = {}
         examples = {self.taken[k]: self.examples[k] for k in self.taken}
-        with trimmed(self.model, plan):
+        with trimmed(self.model, plan), standing_in(self.model):
             tensors = named_tensors(self.model)
             names = {self.prefix + name: first.setdefault(id(t), name) for name, t in tensors}
             known = self.function is not self.model
@@ -133,7 +148,7 @@ def _prepared(model: nn.Module, chosen: tuple[str, str]) -> Iterator[_Subject]:
     hint, constants = Hint(), dict[str, torch.Tensor]()
     function = hf.PackedCausalLM(model, hint) if known else model
     first = next(named_tensors(model), None)
-    with torch.device("cpu" if first is None else first[1].device):
+    with torch.device("cpu" if first is None or first[1].is_meta else first[1].device):
         examples = {
             "input_ids": torch.zeros(1, EXAMPLE_TOKENS, dtype=torch.long),
             "position_ids": torch.arange(EXAMPLE_TOKENS)[None],

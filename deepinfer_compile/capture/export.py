@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import UserError, UserErrorType
 from torch.fx import Graph, GraphModule, Node
 
+from deepinfer_compile.capture.standins import without_values
 from deepinfer_compile.errors import CompileError, DynamicRangeLost, UnsupportedConstruct
 from deepinfer_compile.program import WeightRef
 
@@ -115,7 +116,7 @@ def _as_inputs(program: Any, names: dict[str, str], ours: dict[str, str]) -> Exp
             new.meta = dict(node.meta)
             new.meta["weight"] = name
             env[node] = new
-            keep = None if full in persistent else held.detach()
+            keep = None if full in persistent else without_values(held)
             weights[new.name] = WeightRef(name, held.dtype, tuple(held.shape), keep)
         elif node.op == "placeholder":
             env[node] = graph.placeholder(ours.get(node.name, node.name))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ class LayerPlan:
 
 
 @dataclass
-class _Cut:
+class Cut:
     """One piece of the flat graph: its block, the flat nodes it reads, and the flat nodes it gives."""
 
     gm: GraphModule
@@ -54,19 +55,29 @@ class _Cut:
     """block placeholder -> flat weight placeholder"""
 
 
-def partition(exported: Exported, plan: LayerPlan | None, name: str, info: dict[str, Any]) -> Program:
-    """Build the two-level program. `plan` None: the whole graph becomes one prefix block."""
+Connect = Callable[["Skeleton", LayerPlan], None]
+
+
+def partition(
+    exported: Exported, plan: LayerPlan | None, name: str, info: dict[str, Any], connect: Connect | None = None
+) -> Program:
+    """Build the two-level program. `plan` None: the whole graph becomes one prefix block.
+
+    connect: puts the layers of a plan that is not complete together; None for layers that form a chain.
+    """
     flat = exported.gm.graph
     where = _assign(flat, plan)
     count = len(plan.kept) if plan else 0
-    pieces: dict[Any, _Cut] = {}
+    pieces: dict[Any, Cut] = {}
     for key in (PREFIX, *range(count), SUFFIX):
         nodes = [n for n in flat.nodes if where.get(n) == key]
         if nodes:
             pieces[key] = _cut(nodes, exported, plan, key)
-    builder = _Skeleton(exported, pieces, name, info)
+    builder = Skeleton(exported, pieces, name, info)
     if plan is None or plan.complete:
         builder.as_traced()
+    elif connect is not None:
+        connect(builder, plan)
     else:
         builder.instantiate(plan)
     return builder.program()
@@ -106,7 +117,7 @@ def _assign(flat: Graph, plan: LayerPlan | None) -> dict[Node, Any]:
     return where
 
 
-def _cut(nodes: list[Node], exported: Exported, plan: LayerPlan | None, key: Any) -> _Cut:
+def _cut(nodes: list[Node], exported: Exported, plan: LayerPlan | None, key: Any) -> Cut:
     """Copy one piece into a graph of its own, reads first, weights after."""
     inside = set(nodes)
     external = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside))
@@ -136,7 +147,7 @@ def _cut(nodes: list[Node], exported: Exported, plan: LayerPlan | None, key: Any
     result = [env[n] for n in gives]
     out.args = (result[0],) if len(result) == 1 else (tuple(result),)
     remove_dead(graph)
-    return _Cut(GraphModule(torch.nn.Module(), graph), reads, gives, bound)
+    return Cut(GraphModule(torch.nn.Module(), graph), reads, gives, bound)
 
 
 def _size_from(node: Node, env: dict[Node, Node], editor: Editor) -> Node:
@@ -158,10 +169,10 @@ def _size_from(node: Node, env: dict[Node, Node], editor: Editor) -> Node:
     )
 
 
-class _Skeleton:
+class Skeleton:
     """Builds the skeleton graph and the block dictionary."""
 
-    def __init__(self, exported: Exported, pieces: dict[Any, _Cut], name: str, info: dict[str, Any]) -> None:
+    def __init__(self, exported: Exported, pieces: dict[Any, Cut], name: str, info: dict[str, Any]) -> None:
         self.exported, self.pieces, self.name, self.info = exported, pieces, name, info
         self.graph = Graph()
         self.blocks: dict[str, GraphModule] = {}
@@ -198,7 +209,7 @@ class _Skeleton:
         return name
 
     def call(
-        self, piece: _Cut, reads: list[Node], block: str, rename: tuple[str, str] | None, layer: int | None
+        self, piece: Cut, reads: list[Node], block: str, rename: tuple[str, str] | None, layer: int | None
     ) -> list[Node]:
         """Insert one block call; returns a node per output."""
         flat = {n.name: n for n in self.exported.gm.graph.nodes if n.op == "placeholder"}
@@ -275,7 +286,7 @@ class _Skeleton:
         return Program(self.name, skeleton, self.blocks, self.weights, self.info, facts=facts)
 
 
-def _carried(pieces: dict[Any, _Cut], count: int, plan: LayerPlan) -> list[dict[int, Node]]:
+def _carried(pieces: dict[Any, Cut], count: int, plan: LayerPlan) -> list[dict[int, Node]]:
     """For each traced layer, its input positions that come from the layer before: position -> flat node.
 
     The first layer's are the prefix values at the positions where the other layer of its kind reads the chain, or,

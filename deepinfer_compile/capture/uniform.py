@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,16 +25,24 @@ from deepinfer_compile.errors import UnsupportedConstruct
 
 Source = tuple[str, int | str]
 """Where what a layer reads was made: ("1 back", which of that layer's results), or ("prefix", an input or a number)."""
+Result = tuple[int, int | str]
+"""A tensor: the layer that made it (-1: what comes before the first) and its number there, or an input's name."""
 
 
 @dataclass(frozen=True)
 class Unit:
     """What was done for one layer: before it since the last one, and in it (digests), and where what it reads was made,
-    in the order of first use."""
+    in the order of first use: `sources` as seen from the layer, `reads` as seen from the model."""
 
     before: str
     inside: str
     sources: tuple[Source, ...]
+    reads: tuple[Result, ...] = field(compare=False, default=())
+
+    @property
+    def done(self) -> tuple[str, str]:
+        """What was done, whatever it was done to."""
+        return self.before, self.inside
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,22 @@ class Doings:
     prefix: str
     layers: tuple[Unit, ...]
     suffix: str
+    last: Unit
+    shapes: dict[Result, tuple[torch.dtype, tuple[int, ...]]] = field(compare=False, repr=False)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """What was done for each layer, and after the last."""
+        return (*self.layers, self.last)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether nothing reads results of a layer but what follows it."""
+        return all(where in ("prefix", "1 back") for unit in self.units for where, _ in unit.sources)
+
+    def read_of(self, layer: int) -> set[int | str]:
+        """Which results of a layer are read elsewhere."""
+        return {number for unit in self.units for maker, number in unit.reads if maker == layer}
 
     def same_kind(self, first: int, other: int) -> bool:
         """Whether two layers do the same. What enters layer 0 comes from the prefix, elsewhere from one layer back."""
@@ -59,6 +83,11 @@ class Doings:
         """Whether a model with only the `kept` layers does what this one does before, in and after them."""
         ends = (self.prefix, self.suffix) == (trimmed.prefix, trimmed.suffix)
         return ends and all(self.layers[i] == unit for i, unit in zip(kept, trimmed.layers, strict=True))
+
+    def done_by(self, trimmed: Doings, kept: tuple[int, ...]) -> bool:
+        """The same, but for which layers what is read comes from."""
+        ends = (self.prefix, self.last.done) == (trimmed.prefix, trimmed.last.done)
+        return ends and all(self.layers[i].done == u.done for i, u in zip(kept, trimmed.layers, strict=True))
 
 
 def doings(function: nn.Module, path: str, arguments: dict[str, Tensor]) -> Doings:
@@ -146,13 +175,13 @@ class _Record(TorchDispatchMode):
         self.unit = 0
         self.within = False
         self.weights: dict[int, tuple[str, str]] = {}
-        self.made: dict[int, tuple[int, int | str]] = {}
-        """id of a tensor -> the unit that made it (-1: an input) and its number there"""
+        self.made: dict[int, Result] = {}
+        self.shapes: dict[Result, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.kept: list[Any] = []
         """every tensor seen, so that no id is used twice"""
         self.before: list[list[Any]] = [[] for _ in range(count + 1)]
         self.inside: list[list[Any]] = [[] for _ in range(count + 1)]
-        self.reads: list[dict[int, tuple[int, int | str]]] = [{} for _ in range(count + 1)]
+        self.reads: list[dict[int, Result]] = [{} for _ in range(count + 1)]
         self.known: dict[Any, Any] = {}
         self.numbers = [0] * (count + 2)
 
@@ -176,7 +205,8 @@ class _Record(TorchDispatchMode):
         (self.inside if self.within else self.before)[self.unit].append(described)
         out = self.call(func, args, kwargs or {}, key)
         for tensor in _flat(out):
-            self.made[id(tensor)] = (self.place, self.numbers[self.place])
+            made = self.made[id(tensor)] = (self.place, self.numbers[self.place])
+            self.shapes[made] = (tensor.dtype, tuple(tensor.shape))
             self.numbers[self.place] += 1
             self.kept.append(tensor)
         return out
@@ -243,11 +273,14 @@ class _Record(TorchDispatchMode):
         for i in range(self.count):
             before = self.before[i] if i else []
             sources = tuple(self.source(i, made, given) for made in self.reads[i].values())
-            units.append(Unit(_digest(before), _digest(self.inside[i]), sources))
-        last = [self.source(self.count, made, given) for made in self.reads[self.count].values()]
-        return Doings(_digest(self.before[0]), tuple(units), _digest([*self.before[self.count], last]))
+            reads = tuple(self.reads[i].values())
+            units.append(Unit(_digest(before), _digest(self.inside[i]), sources, reads))
+        after, reads = self.before[self.count], tuple(self.reads[self.count].values())
+        sources = tuple(self.source(self.count, made, given) for made in reads)
+        last = Unit(_digest(after), "", sources, reads)
+        return Doings(_digest(self.before[0]), tuple(units), _digest([*after, list(sources)]), last, self.shapes)
 
-    def source(self, unit: int, made: tuple[int, int | str], given: list[list[Any]]) -> Source:
+    def source(self, unit: int, made: Result, given: list[list[Any]]) -> Source:
         maker, number = made
         if maker < 0:
             return ("prefix", number)

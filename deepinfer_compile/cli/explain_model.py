@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
     from deepinfer_compile.builder import Compiled
     from deepinfer_compile.bundle import BundleFiles
+    from deepinfer_compile.models.own import Own
 
 WHOLE = "whole model"
 MEASURE_HELP = "Also time the bundle's kernels on this machine's GPU."
-SUBJECT_HELP = "A model folder (config.json is enough), a bundle, or an architecture such as deepseek_v3."
+SUBJECT_HELP = "A model folder or config.json (no weights needed), a bundle, or an architecture such as deepseek_v3."
 
 
 @guarded
@@ -47,6 +48,13 @@ def explain(
     elif measured:
         reason = f"{subject} is not a bundle"
         raise BadOption(name="measure", value=True, reason=reason, fix="build one, and explain that")
+    elif (own := _own(subject)) is not None:
+        from deepinfer_compile.cli.explain_prefill import explain_own, print_own
+
+        found = explain_own(own)
+        if not as_json:
+            print_own(found, stdout())
+            return
     else:
         from deepinfer_compile.cli.opening import compile_source, open_graph
 
@@ -59,6 +67,12 @@ def explain(
         print_json(found)
         return
     _print(found, stdout())
+
+
+def _own(subject: str) -> Own | None:
+    from deepinfer_compile.models import own
+
+    return own.find(subject)
 
 
 def explain_compiled(compiled: Compiled) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Subject:
 def open_graph(model: str) -> ModelSource:
     """A model for its graph only; nothing is allocated. Raises NotAModelFolder, UnsupportedArchitecture."""
     folder = Path(model)
+    folder = folder.parent if folder.name == "config.json" and folder.is_file() else folder
     if folder.is_dir() and any(folder.glob("*.safetensors")):
         return open_source(folder)
     config = _folder_config(folder) if (folder / "config.json").is_file() else _named_config(model)

@@ -63,7 +63,7 @@ class DeepseekV41(nn.Module):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Logits [B, T, V], wide, of ids i64 [B, T] at positions i64 [B, T], consecutive from 0 (the default)."""
-        return self.logits(self.run(input_ids, position_ids).hidden)
+        return self.logits(self._through(input_ids, position_ids)[0])
 
     def run(
         self,
@@ -76,20 +76,31 @@ class DeepseekV41(nn.Module):
 
         Or over tokens that follow others: `recent` i64 [B, n - 1] normalised ids and each layer's caches of these.
         """
+        hidden, made, entering = self._through(input_ids, position_ids, recent, pasts)
+        features = [s.mean(2) for i, s in enumerate(entering) if i in self.config.dspark_target_layer_ids]
+        return Run(hidden, made, joined(features, entering[-1]))
+
+    def _through(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        recent: Tensor | None = None,
+        pasts: tuple[Past, ...] | None = None,
+    ) -> tuple[Tensor, tuple[Made, ...], list[Tensor]]:
+        """The collapsed streams [B, T, D], what each layer made, and the streams that enter each."""
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         before = self.no_history(input_ids) if recent is None else recent
         grams = look_back(self.token_map[input_ids], before)
         streams, pre = first_streams(self.embed(input_ids), self.config.hc_mult)
         shared: Shared | None = None
-        made, features = [], []
+        made, entering = [], []
         for i, layer in enumerate(self.blocks):
-            if i in self.config.dspark_target_layer_ids:
-                features.append(streams.mean(2))
+            entering.append(streams)
             past = None if pasts is None else pasts[i]
             streams, pre, shared, kept = layer(streams, pre, position_ids, grams, shared, past)
             made.append(kept)
-        return Run(collapse(streams, pre), tuple(made), joined(features, streams))
+        return collapse(streams, pre), tuple(made), entering
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of the collapsed streams [..., D], wide."""

@@ -1,0 +1,82 @@
+"""Architectures that are defined here because Transformers does not know them, by the `model_type` of their config.
+
+What is asked of a definition is little, so that commands need not know which one they have before them: the module on
+the meta device, a name, the layers' roles in words, and numbers that its configuration gives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepinfer_compile.errors import NotAModelFolder
+from deepinfer_compile.models.deepseek_v41 import roles
+from deepinfer_compile.models.deepseek_v41.config import DeepseekV41Config
+from deepinfer_compile.models.deepseek_v41.engram import plain_map
+from deepinfer_compile.models.deepseek_v41.layers import boundary, kv_bytes_per_token
+from deepinfer_compile.models.deepseek_v41.model import DeepseekV41
+
+
+@dataclass(frozen=True)
+class Own:
+    """A configuration of an architecture of ours. model: on the meta device, in bf16, as published.
+
+    boundary: its first decoder layer, None if it has no decoder. layers: a table of roles, column -> words. kv_bytes:
+    of global cache that a token adds. backtrack: rows that a rejected draft takes back.
+    """
+
+    name: str
+    model: nn.Module
+    context: int
+    boundary: int | None
+    layers: tuple[dict[str, str], ...]
+    kv_bytes: float
+    backtrack: int
+
+
+def find(subject: str | Path) -> Own | None:
+    """The definition for a folder's config.json or such a file; None where it is another architecture, or no file.
+
+    Raises NotAModelFolder for a file that is not JSON, BadModelConfig for values that contradict each other.
+    """
+    path = Path(subject)
+    path = path / "config.json" if path.is_dir() else path
+    if (path.name != "config.json" and path.suffix != ".json") or not path.is_file():
+        return None
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as err:
+        raise NotAModelFolder(path=path.parent, reason=f"{path.name} is not JSON: {err}") from None
+    kind = raw.get("model_type") if isinstance(raw, dict) else None
+    return READERS[kind](raw) if kind in READERS else None
+
+
+def deepseek_v41(raw: Mapping[str, Any]) -> Own:
+    """DeepSeek-V4.1, the text part."""
+    config = DeepseekV41Config.read(raw)
+    with torch.device("meta"):
+        model = DeepseekV41(config, plain_map(config)).eval().to(torch.bfloat16).requires_grad_(False)
+    edge = boundary(config)
+    return Own(
+        name=type(model).__name__,
+        model=model,
+        context=config.max_position_embeddings,
+        boundary=edge if edge < config.num_hidden_layers else None,
+        layers=roles.table(config),
+        kv_bytes=kv_bytes_per_token(config),
+        backtrack=config.dspark_block_size + 1 if config.num_nextn_predict_layers else 0,
+    )
+
+
+READERS: dict[Any, Callable[[Mapping[str, Any]], Own]] = {
+    "deepseek_v41": deepseek_v41,
+    "deepseek_v41_text": deepseek_v41,
+}
+
+__all__ = ["Own", "find"]
