@@ -81,7 +81,7 @@ def test_a_bundle_holds_the_stored_configurations(bundle: Path) -> None:
     for row in norms:
         told = {choice["tokens"]: choice for choice in row["choices"]}
         for upto, tokens in ((2, 1), (128, 64)):
-            assert told[upto]["config"] == {"rows": 4, "num_warps": 2}
+            assert told[upto]["config"] == {"rows": 4, "num_warps": 2, "pdl": True}
             assert told[upto]["tuned"] == {
                 "upto": upto, "tokens": tokens, "us": 12.5, "default_us": 50.0, "device": DEVICE,
             }  # fmt: skip

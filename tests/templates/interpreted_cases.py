@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from deepinfer_compile.kernels import AnySpec, Case, Limits, specs
 from tests.triton_interpreter import run
 
-LIMITS = Limits(("float32", "bfloat16"), "cuda", shared_bytes=227 * 1024, cores=132, max_warps=32)
+LIMITS = Limits(("float32", "bfloat16"), "cuda", shared_bytes=227 * 1024, cores=132, max_warps=32, pdl=True)
 SMALL = [(spec, c) for spec in specs() for c in spec.cases if sum(c.lengths) <= 1000]
 CASES = [pytest.param(spec, c, id=f"{spec.op.name}-{c.name}") for spec, c in SMALL]
 
@@ -58,12 +58,27 @@ def check(spec: AnySpec, case: Case[Any], config: Any, folder: Path, *, twice: b
         assert abs(float(error.mean())) <= allowed / 4, f"{config}: biased by {float(error.mean())}"
 
 
-@pytest.mark.parametrize("requests", [64, 4096])
-@pytest.mark.parametrize(("spec", "case"), CASES)
-def test_default(spec: AnySpec, case: Case[Any], requests: int, tmp_path: Path) -> None:
-    """The configs for a batch that leaves cores idle and for one that does not."""
-    tokens = requests * getattr(case.params, "queries", 1)
-    check(spec, case, spec.default(case.params, LIMITS, tokens), tmp_path, twice=requests > 64)
+def defaults(spec: AnySpec, case: Case[Any]) -> dict[Any, int]:
+    """The configs for a batch that leaves cores idle and for one that does not, and where a case has a single token,
+    for that; each with the number of requests that it is for."""
+    found: dict[Any, int] = {}
+    for requests in (*((1,) if sum(case.new) == 1 else ()), 64, 4096):
+        tokens = requests * getattr(case.params, "queries", 1)
+        found.setdefault(spec.default(case.params, LIMITS, tokens), requests)
+    return found
+
+
+DEFAULTS = [
+    pytest.param(spec, case, config, id=f"{spec.op.name}-{case.name}-{requests}")
+    for spec, case in SMALL
+    for config, requests in defaults(spec, case).items()
+]
+
+
+@pytest.mark.parametrize(("spec", "case", "config"), DEFAULTS)
+def test_default(spec: AnySpec, case: Case[Any], config: Any, tmp_path: Path) -> None:
+    last = list(defaults(spec, case))[-1]
+    check(spec, case, config, tmp_path, twice=config == last)
 
 
 @pytest.mark.slow

@@ -153,6 +153,10 @@ class Block(torch.nn.Module):
             heads[..., :12], heads[..., 12:], k[:, :8], k[:, 8:12], ex[2], ex[3], latent, *meta, 0.25, "absorbed"
         )
         y = ops.linear(y, w, w[0]) + z.flatten(1).repeat(1, 2)
+        own = k.view(-1, 1, 16)
+        written = ops.write_kv(own, own, kv, meta[3])
+        shared = ops.shared_attention(q.view(-1, 2, 16), kv, *meta[:3], written, 0.25, 0, 0.0, None, 16)
+        y = y + shared.flatten(1)
         ids = torch.zeros(y.shape[0], 1, dtype=torch.int32)
         return ops.experts(y, ids, ids.float() + 1, ex[0], ex[1], None, None, "silu", 0.0, 0.0, False, False) + y
 

@@ -48,8 +48,15 @@ def run(model: Any, backend_name: Any, dynamic: bool | None, *lengths: int, **mo
         assert (got - want).abs().max() <= 4e-6 * want.abs().max()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [
+        ("llama", False),
+        ("llama", True),
+        ("deepseek_v3", False),
+        pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_prompt_without_a_mask_is_causal(name: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch)
     torch._dynamo.reset()
