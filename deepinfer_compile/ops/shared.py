@@ -31,23 +31,6 @@ WRITE_KV = define(
 """k [T, Hkv, D], v [T, Hkv, Dv], kv [pages, 2, page, Hkv, max(D, Dv)], slot i64[T], -1 stores nothing -> slot."""
 
 
-def _shared_attention(
-    q: Tensor,
-    kv: Tensor,
-    query_start: Tensor,
-    seq_len: Tensor,
-    block_table: Tensor,
-    slot: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-    value_width: int,
-) -> Tensor:
-    meta = (query_start, seq_len, block_table, slot)
-    return attend_pages(q, kv, *meta, scale, window, softcap, sinks, value_width)
-
-
 def _shared_attention_fake(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1], rest[-1]))
 
@@ -62,7 +45,7 @@ def _shared_attention_work(q: Tensor, kv: Tensor, query_start: Tensor, seq_len: 
 SHARED_ATTENTION = define(
     "shared_attention(Tensor q, Tensor kv, Tensor query_start, Tensor seq_len, Tensor block_table, Tensor slot, "
     "float scale, int window, float softcap, Tensor? sinks, int value_width) -> Tensor",
-    reference=_shared_attention,
+    reference=attend_pages,
     fake=_shared_attention_fake,
     work=_shared_attention_work,
 )
