@@ -191,7 +191,7 @@ def jit_call(spec: AnySpec, params: Any, config: Any, operands: Mapping[str, Ten
     module = load_source(render_kernel(spec, params, config, DIALECT))
     plan = spec.plan(params, config)
     tensors = with_buffers(plan, operands)
-    return JitCall(tensors, tuple((n.entry, partial(_launch, module, n, tensors)) for n in plan.launches))
+    return JitCall(tensors, tuple((n.entry, _direct(module, n, tensors)) for n in plan.launches))
 
 
 def compile_launches(spec: AnySpec, params: Any, config: Any, operands: Mapping[str, Tensor]) -> list[Any]:
@@ -224,6 +224,14 @@ def _launch(module: ModuleType, launch: Launch, tensors: Mapping[str, Tensor]) -
         a.name: tensors[a.value] if isinstance(a.value, str) else _value(a.value, tensors) for a in launch.arguments
     }
     torch.library.wrap_triton(getattr(module, launch.entry))[grid](**values, **_options(launch))
+
+
+def _direct(module: ModuleType, launch: Launch, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    """A launch as a bundle does it."""
+    grid = tuple(_value(e, tensors) for e in launch.grid)
+    values = [tensors[a.value] if isinstance(a.value, str) else _value(a.value, tensors) for a in launch.arguments]
+    on_gpu = next(iter(tensors.values())).is_cuda
+    return partial(getattr(module, launch.entry)[grid], *values, **(launch.options if on_gpu else _options(launch)))
 
 
 def _options(launch: Launch) -> dict[str, int]:

@@ -3,12 +3,14 @@
 A replay runs on tensors of its own, into which a step's inputs are copied at once, so that the host's part of a step
 does not grow with the model; where tokens are chosen on the device, that is the end of the graph, and only ids come
 back. The chosen tokens are also left where the next replay reads its input ids, so that a step that follows can start
-before the host has seen them. A step with fewer requests than its graph is filled up with requests of length 0, whose
-tokens have no place in a cache (slot -1), are attended by nobody and whose logits nobody reads.
+before the host has seen them; its other inputs are copied meanwhile, for the second of two graphs. A step with fewer
+requests than its graph is filled up with requests of length 0, whose tokens have no place in a cache (slot -1), are
+attended by nobody and whose logits nobody reads.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -33,7 +35,7 @@ LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FED = "input_ids"
 """What a step that follows finds on the device."""
 TURNS = 2
-"""Steps that can be under way at a time."""
+"""Graphs of a size. They take turns, so that a step's inputs can be copied while the step before runs on its own."""
 FIXED = ("rows", "query_start")
 """One token a request: the same in every step."""
 _IDLE = {"slot_": -1, "context_hint": 1}
@@ -48,7 +50,6 @@ def bucket_of(requests: int) -> int | None:
 class PackedInputs:
     """Every input of a step in one piece of memory, on the host and on the device, so that a step costs one copy.
 
-    On the host there are TURNS of them, since the copy of a step that is under way may not have begun.
     like: the inputs of some step, `FED` first. size: requests that there is room for. pages: columns of a block table.
     """
 
@@ -59,83 +60,43 @@ class PackedInputs:
         total = sum(map(_aligned, bytes_of.values()))
         if starts[FED] != 0:
             raise AssertionError(f"{FED} is not the first input")
+        here = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
         there = torch.empty(total, dtype=torch.uint8, device=device)
-        pieces = {name: slice(start, start + bytes_of[name]) for name, start in starts.items()}
-        self.inputs = {name: there[piece].view(like[name].dtype).view(shapes[name]) for name, piece in pieces.items()}
-        self._turns = tuple(_Turn(like, shapes, pieces, there, _aligned(bytes_of[FED])) for _ in range(TURNS))
-        self._next = 0
-        self._turns[0].send(following=False)
-
-    def fill(self, given: Mapping[str, NDArray[Any]], *, following: bool = False) -> int:
-        """Take a step's inputs, those that are not given stay; where there is no request, inputs are idle.
-
-        following: all but `FED`, which is on the device already. Waits until the step before the last has its inputs,
-        and not for the copy, which is ordered before later kernels. Returns which turn it was.
-        """
-        at = self._next
-        self._next = (at + 1) % TURNS
-        turn = self._turns[at]
-        turn.wait()
-        for name, held in given.items():
-            if name not in FIXED and not (following and name == FED):
-                turn.take(name, held)
-        turn.send(following=following)
-        return at
-
-
-class _Turn:
-    """The host's side of one step's inputs. there: all inputs on the device; `FED` is its first `fed` bytes."""
-
-    def __init__(
-        self,
-        like: Mapping[str, Tensor],
-        shapes: Mapping[str, tuple[int, ...]],
-        pieces: Mapping[str, slice],
-        there: Tensor,
-        fed: int,
-    ) -> None:
-        self._on_gpu = there.device.type == "cuda"
-        here = torch.empty(len(there), dtype=torch.uint8, pin_memory=self._on_gpu)
+        fed = _aligned(bytes_of[FED])
         self._all, self._unfed = (there, here), (there[fed:], here[fed:])
-        self._sent = torch.cuda.Event() if self._on_gpu else None
-        self._stream: Any = None
         # torch's indexing would cost more than the copy
-        self._given: dict[str, NDArray[Any]] = {
-            name: here[piece].view(like[name].dtype).view(shapes[name]).numpy() for name, piece in pieces.items()
-        }
+        self._given: dict[str, NDArray[Any]] = {}
+        self.inputs: dict[str, Tensor] = {}
+        for name, shape in shapes.items():
+            piece = slice(starts[name], starts[name] + bytes_of[name])
+            self._given[name] = here[piece].view(like[name].dtype).view(shape).numpy()
+            self.inputs[name] = there[piece].view(like[name].dtype).view(shape)
         for name, view in self._given.items():
             if name in FIXED:
                 view[:] = np.arange(len(view))
             else:
                 view.fill(-1 if name.startswith("block_table") else _idle(name))
+        there.copy_(here)
 
-    def wait(self) -> None:
-        """Until the last copy is over, also one after which an interrupt came."""
-        if self._stream is not None:
-            self._stream.synchronize()
-            self._stream = None
-        elif self._sent is not None:
-            self._sent.synchronize()
+    def fill(self, given: Mapping[str, NDArray[Any]], *, following: bool = False) -> None:
+        """Take a step's inputs, those that are not given stay; where there is no request, inputs are idle.
 
-    def take(self, name: str, held: NDArray[Any]) -> None:
-        view = self._given[name]
-        if name.startswith("block_table"):
-            view[: held.shape[0], : held.shape[1]] = held
-            return
-        count = held.shape[-1]
-        view[..., :count] = held
-        if count < view.shape[-1]:
-            view[..., count:] = _idle(name)
-
-    def send(self, *, following: bool) -> None:
+        following: all but `FED`, which the step before leaves on the device. The copy is ordered before what comes
+        later on the current stream; it must have ended before the next call.
+        """
+        for name, held in given.items():
+            if name in FIXED or (following and name == FED):
+                continue
+            view = self._given[name]
+            if name.startswith("block_table"):
+                view[: held.shape[0], : held.shape[1]] = held
+                continue
+            count = held.shape[-1]
+            view[..., :count] = held
+            if count < view.shape[-1]:
+                view[..., count:] = _idle(name)
         there, here = self._unfed if following else self._all
-        if self._sent is None:
-            there.copy_(here)
-            return
-        self._stream = torch.cuda.current_stream(there.device)
         there.copy_(here, non_blocking=True)
-        self._sent.record()
-        self._stream = None
 
 
 def _idle(name: str) -> int:
@@ -157,23 +118,23 @@ def _room(name: str, size: int, pages: int, held: Tensor) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Captured:
-    """drawn: where the device leaves the chosen tokens, none where nothing draws.
-
-    here: on the host, for the tokens of a step and of the one that follows it; ended: recorded behind each copy.
-    """
+class _Turn:
+    """One graph with inputs and results of its own. ids: the chosen tokens on the device and on the host; none where
+    nothing draws. sent, done, ended: recorded behind the copy of its inputs, its last replay and the copy of
+    its ids."""
 
     graph: Any
     packed: PackedInputs
     logits: Tensor
-    drawn: Tensor | None
-    here: tuple[Tensor, ...] = ()
-    ended: tuple[Any, ...] = ()
+    ids: tuple[Tensor, Tensor] | None
+    sent: Any
+    done: Any
+    ended: Any
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A replay under way. logits: good until the next one starts."""
+    """A replay under way. logits: good until its turn comes again."""
 
     logits: Tensor
     here: Tensor
@@ -195,17 +156,20 @@ class DecodeGraphs:
     ) -> None:
         self.program, self.device, self.pages = program, device, -(-max_model_len // PAGE_SIZE)
         self.state, self.draw = state, draw
-        self.captured: dict[int, _Captured] = {}
+        self.captured: dict[int, deque[_Turn]] = {}
         self.pool: Any = None
+        self.into, self.out = (torch.cuda.Stream(device) for _ in range(2))
+        self.done: Any = None  # behind the last replay of any graph
+        self.settled = True  # no interrupt came while a step was started
 
     def run(self, given: Mapping[str, Tensor]) -> Tensor | None:
         """Logits of a step of one token a request; None where no graph is large enough. given: on the host."""
-        found = self._of(given)
-        if found is None:
+        turns = self._of(given)
+        if turns is None:
             return None
-        found.packed.fill(_arrays(given))
-        found.graph.replay()
-        return found.logits[: given["seq_len"].shape[0]]
+        turn = self._replay(turns, _arrays(given), following=False)
+        self.settled = True
+        return turn.logits[: given["seq_len"].shape[0]]
 
     def start(self, given: Mapping[str, Tensor], numbers: Numbers, *, following: bool = False) -> Replay | None:
         """Start such a step, whose tokens are drawn by `numbers`; None where none draws or no graph is large enough.
@@ -213,18 +177,42 @@ class DecodeGraphs:
         following: the input ids are the tokens of the step started last, of as many requests; at most two are under
         way at a time.
         """
-        found = self._of(given)
-        if found is None or found.drawn is None:
+        turns = self._of(given)
+        if turns is None or turns[0].ids is None:
             return None
-        turn = found.packed.fill(_arrays(given) | dict(numbers), following=following)
-        found.graph.replay()
-        here, ended = found.here[turn], found.ended[turn]
-        here.copy_(found.drawn, non_blocking=True)
-        ended.record()
+        drawn, here = turns[0].ids
+        turn = self._replay(turns, _arrays(given) | dict(numbers), following=following)
+        self.out.wait_event(turn.done)
+        with torch.cuda.stream(self.out):
+            here.copy_(drawn, non_blocking=True)
+            turn.ended.record()
+        self.settled = True
         requests = given["seq_len"].shape[0]
-        return Replay(found.logits[:requests], here[:requests], ended)
+        return Replay(turn.logits[:requests], here[:requests], turn.ended)
 
-    def _of(self, given: Mapping[str, Tensor]) -> _Captured | None:
+    def _replay(self, turns: deque[_Turn], arrays: dict[str, NDArray[Any]], *, following: bool) -> _Turn:
+        """Copy the inputs beside whatever runs, then replay the graph whose turn it is."""
+        stream = torch.cuda.current_stream(self.device)
+        if not self.settled:
+            torch.cuda.synchronize(self.device)
+        self.settled = False
+        turn = turns[0]
+        turns.rotate(-1)
+        turn.sent.synchronize()
+        # a step that follows is fed by the one under way; other ids must not be written before that one has ended
+        before = turn.done if following else self.done
+        if before is not None:
+            self.into.wait_event(before)
+        with torch.cuda.stream(self.into):
+            turn.packed.fill(arrays, following=following)
+            turn.sent.record()
+        stream.wait_event(turn.sent)
+        turn.graph.replay()
+        turn.done.record(stream)
+        self.done = turn.done
+        return turn
+
+    def _of(self, given: Mapping[str, Tensor]) -> deque[_Turn] | None:
         requests = given["seq_len"].shape[0]
         size = bucket_of(requests)
         if size is None or given["rows"].shape[0] != requests:
@@ -233,32 +221,36 @@ class DecodeGraphs:
             self.captured[size] = self._capture(size, given)
         return self.captured[size]
 
-    def _capture(self, size: int, given: Mapping[str, Tensor]) -> _Captured:
+    def _capture(self, size: int, given: Mapping[str, Tensor]) -> deque[_Turn]:
         numbers = {name: torch.empty(1, dtype=dtype) for name, dtype in NUMBERS.items()} if self.draw else {}
-        self.state.tokens = size  # also when fewer come first: the graph is kept
-        packed = PackedInputs({**given, **numbers}, size, self.pages, self.device)
+        self.state.tokens = size  # also when fewer come first: the graphs are kept
+        every = [PackedInputs({**given, **numbers}, size, self.pages, self.device) for _ in range(TURNS)]
+        # not in the graphs' memory, where the other turn's values may lie before the host has these
+        ids = [torch.empty(size, dtype=torch.int64, device=self.device) for _ in every]
+        torch.cuda.current_stream(self.device).synchronize()
         side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
-            self._step(packed)  # loads what is loaded at the first use, outside the graph
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            logits, drawn = self._step(packed)
-        self.pool = self.pool or graph.pool()
-        if drawn is None:
-            return _Captured(graph, packed, logits, None)
-        here = tuple(torch.empty(size, dtype=torch.int64, pin_memory=True) for _ in range(TURNS))
-        return _Captured(graph, packed, logits, drawn, here, tuple(torch.cuda.Event() for _ in range(TURNS)))
+            self._step(every[0], ids[0], every[1])  # loads what is loaded at the first use, outside the graph
+        side.synchronize()
+        turns: deque[_Turn] = deque()
+        for packed, drawn, following in zip(every, ids, (*every[1:], every[0])):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                logits = self._step(packed, drawn, following)
+            self.pool = self.pool or graph.pool()
+            here = torch.empty(size, dtype=torch.int64, pin_memory=True)
+            both = (drawn, here) if self.draw is not None else None
+            turns.append(_Turn(graph, packed, logits, both, *(torch.cuda.Event() for _ in range(3))))
+        return turns
 
-    def _step(self, packed: PackedInputs) -> tuple[Tensor, Tensor | None]:
+    def _step(self, packed: PackedInputs, drawn: Tensor, following: PackedInputs) -> Tensor:
+        """Logits; chosen tokens go to `drawn` and to the inputs of the step that may follow."""
         logits = self.program.run(packed.inputs)
-        if self.draw is None:
-            return logits, None
-        drawn = self.draw.enqueue(logits, {name: packed.inputs[name] for name in NUMBERS})
-        # a row without a finite maximum has no token, and yet the next step must be able to look its input up
-        torch.clamp(drawn, min=0, out=packed.inputs[FED].view(-1))
-        return logits, drawn
+        if self.draw is not None:
+            self.draw.enqueue(logits, {name: packed.inputs[name] for name in NUMBERS}, drawn)
+            # a row without a finite maximum has no token, and yet the next step must be able to look its input up
+            torch.clamp(drawn, min=0, out=following.inputs[FED].view(-1))
+        return logits
 
 
 def _arrays(given: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:

@@ -31,8 +31,8 @@ class Draw(Protocol):
         """A token per row of `logits` [N, vocab], as the operation `sample` says; -1 without a finite maximum."""
         ...
 
-    def enqueue(self, logits: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
-        """The same on the device, i64[N], without waiting for it."""
+    def enqueue(self, logits: Tensor, numbers: Mapping[str, Tensor], ids: Tensor) -> None:
+        """The same on the device, into ids i64[N], without waiting for it."""
         ...
 
 
@@ -50,9 +50,9 @@ class KernelDraw:
             size = rows * NUMBERS[name].itemsize
             parts[name] = there[at : at + size].view(NUMBERS[name])
             at += size
-        return np.array(self.enqueue(logits, parts).cpu().numpy(), dtype=np.int64)
+        ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        self.enqueue(logits, parts, ids)
+        return np.array(ids.cpu().numpy(), dtype=np.int64)
 
-    def enqueue(self, logits: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
-        ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    def enqueue(self, logits: Tensor, numbers: Mapping[str, Tensor], ids: Tensor) -> None:
         self.kernel({"logits": logits, **numbers}, (ids,))
-        return ids
