@@ -53,7 +53,6 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     tiles: Expr = ("cdiv", tokens, max(LEAST, config.block_t))
     columns = params.heads * -(-params.latent // config.absorb_n)
     grid: Expr = ("mul", tiles, columns)
-    early = {EARLY: 1} if config.pdl else {}
     side = {"num_warps": config.side_warps}
     parts: Expr = ("cdiv", tokens, params.queries) if params.tiled else config.pieces
     scratch = [Buffer("queries", name, (tokens, params.heads, params.latent))]
@@ -70,13 +69,13 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         slot = [pointer("slot", torch.int64, 1)] if params.page else []
         joined = (*_parts(config, params), *slot, pointer("mid", params.dtype))
         merged = -(-params.latent // max(64, MERGED // config.pieces))
-        ends = [Launch("merge", (tokens, params.heads, merged), joined, side | early)]
+        ends = [Launch("merge", (tokens, params.heads, merged), joined, side)]
     rows = -(-params.heads * params.queries // config.block_m)
-    main = {"num_warps": config.num_warps, "num_stages": config.num_stages} | early
+    main = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     out = Buffer("out", name, (tokens, params.heads, params.value))
     project_grid = (("cdiv", tokens, config.block_t), params.heads, -(-params.value // config.project_n))
     if finished:
-        ends = [Launch("finish", project_grid, _finish_arguments(params, config), side | early)]
+        ends = [Launch("finish", project_grid, _finish_arguments(params, config), side)]
     else:
         ends.append(Launch("project", project_grid, _project_arguments(params), side))
     return LaunchPlan(
@@ -84,7 +83,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         (out,),
         tuple(scratch),
         (
-            Launch("absorb", (grid,), _absorb_arguments(params), side | early),
+            Launch("absorb", (grid,), _absorb_arguments(params), {**side, EARLY: 1} if config.pdl else side),
             Launch("attend", (rows, requests, parts), _attend_arguments(params, config), main),
             *ends,
         ),
