@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from math import prod
@@ -27,7 +27,7 @@ from deepinfer_compile import ops
 from deepinfer_compile.artifacts import cached
 from deepinfer_compile.kernels import AnySpec, Call, Limits, Refused, is_large, render_kernel, specs
 from deepinfer_compile.ops.registry import Op
-from deepinfer_compile.runtime.launch import EARLY, Buffer, Expr, Launch, LaunchPlan
+from deepinfer_compile.runtime.launch import Buffer, Expr, Launch, LaunchPlan
 from deepinfer_compile.tuned import Tuned
 
 NAMESPACE = "deepinfer_kernels"
@@ -126,7 +126,13 @@ _MADE: dict[str, Kernel] = {}
 
 
 def operator(spec: AnySpec, params: Any, config: Any) -> Kernel:
-    """The operator of a kernel, defined once in this process."""
+    """The operator of a kernel, defined once in this process.
+
+    Without early starts, whatever config says: torch cannot see through the instructions for them, and would take all
+    operands for written.
+    """
+    if getattr(config, "pdl", False):
+        config = replace(config, pdl=False)
     text = render_kernel(spec, params, config, DIALECT)
     name = f"{spec.op.name}_{sha256(text.encode()).hexdigest()[:12]}"
     if name not in _MADE:
@@ -206,7 +212,7 @@ def compile_launches(spec: AnySpec, params: Any, config: Any, operands: Mapping[
         values = [
             tensors[a.value].dtype if isinstance(a.value, str) else _value(a.value, tensors) for a in launch.arguments
         ]
-        made.append(getattr(module, launch.entry).warmup(*values, grid=(1,), **_options(launch)))
+        made.append(getattr(module, launch.entry).warmup(*values, grid=(1,), **launch.options))
     return made
 
 
@@ -223,20 +229,14 @@ def _launch(module: ModuleType, launch: Launch, tensors: Mapping[str, Tensor]) -
     values = {
         a.name: tensors[a.value] if isinstance(a.value, str) else _value(a.value, tensors) for a in launch.arguments
     }
-    torch.library.wrap_triton(getattr(module, launch.entry))[grid](**values, **_options(launch))
+    torch.library.wrap_triton(getattr(module, launch.entry))[grid](**values, **launch.options)
 
 
 def _direct(module: ModuleType, launch: Launch, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
     """A launch as a bundle does it."""
     grid = tuple(_value(e, tensors) for e in launch.grid)
     values = [tensors[a.value] if isinstance(a.value, str) else _value(a.value, tensors) for a in launch.arguments]
-    on_gpu = next(iter(tensors.values())).is_cuda
-    return partial(getattr(module, launch.entry)[grid], *values, **(launch.options if on_gpu else _options(launch)))
-
-
-def _options(launch: Launch) -> dict[str, int]:
-    """What the compiler is told. Nothing starts early here: who captures these launches may not know the option."""
-    return {name: value for name, value in launch.options.items() if name != EARLY}
+    return partial(getattr(module, launch.entry)[grid], *values, **launch.options)
 
 
 def _results(plan: LaunchPlan, tensors: Mapping[str, Tensor]) -> Any:

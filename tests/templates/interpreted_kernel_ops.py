@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,23 @@ CALLS = {
     "experts": (ops.EXPERTS, (*experts([0, 3, 4, 1, 2, 3]), False, False)),
     "route": (ops.ROUTE, (randn(6, 16), None, "softmax", 4, 1, 1, "none", True, 0.0, 2.0)),
 }
+
+
+def test_nothing_starts_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes every operand of a kernel that it cannot see through for written, so that masks are copied."""
+    texts: list[str] = []
+    whole = kernel_ops.load_source
+    monkeypatch.setattr(kernel_ops, "load_source", lambda text: [texts.append(text), whole(text)][1])
+    rendered = kernel_ops.Rendered(replace(LIMITS, pdl=True))
+    weight, mask = randn(4096, 2048).bfloat16(), torch.ones(1, 1, 1, 70, dtype=torch.bool)
+    x = randn(1, 2048).bfloat16()
+    made = rendered.linear(x, weight, None)
+    assert made is not None
+    torch.testing.assert_close(made, torch.nn.functional.linear(x, weight), atol=2e-1, rtol=2e-2)
+    one = latent(None)
+    assert rendered.call(ops.LATENT_ATTENTION, (*(t[:1] for t in one[:4]), *one[4:7], mask), {}) is not None
+    assert len(texts) == 2
+    assert not [text for text in texts if "gdc_" in text]
 
 
 @pytest.mark.parametrize("name", CALLS)
