@@ -69,11 +69,13 @@ def crowded(request: Request, rows: int) -> Ints:
 def _spread_out(load: Floats, request: Request, paces: Floats) -> tuple[Ints, Floats]:
     """Plans of rows [B, E / nodes] with fewer slots on a rank than experts."""
     # without any load all experts count alike
-    load[load.sum(1) == 0] = 1.0
-    replicas, _, shares = spread(load, request.slots // request.nodes, request.ranks // request.nodes)
+    idle = load.sum(1) == 0
+    load = np.where(idle[:, None], 1.0, load)
+    replicas, counts, shares = spread(load, request.slots // request.nodes, request.ranks // request.nodes)
     order = np.argsort(-np.take_along_axis(shares, replicas, 1), axis=1)
     slots = pack(replicas, order, shares, paces)
-    return slots, refine(slots, shares, paces, NEAR, TRIES)
+    worst = refine(slots, load, counts, shares, paces, NEAR, TRIES)
+    return slots, np.where(idle, 0.0, worst)
 
 
 def _paces(speed: Floats, request: Request, layers: int) -> Floats:
@@ -103,15 +105,16 @@ def _changed(load: Floats, request: Request, speed: Floats, current: Ints, enoug
     changed = current.copy()
     table = ids.reshape(layers * nodes, -1)[rows]
     changed[usable] = np.take_along_axis(table, slots, 1).reshape(-1, request.slots)
-    return changed, reached.reshape(layers, nodes).all(1)
+    return changed, np.logical_and.reduce(reached.reshape(layers, nodes), axis=1)
 
 
 def _whole(load: Floats, request: Request, speed: Floats, current: Ints, enough: Floats) -> tuple[Ints, Flags]:
     """The plans in force, and which of them [L] have all experts of its node on every rank, none above `enough`."""
     copies = held(current, request.ranks, request.experts)
-    full = ((copies > 0).sum(2) == request.experts // request.nodes).all(1)
-    light = (rank_loads(load, current, request.ranks) / speed).max(1) <= enough
-    return current.copy(), full & light & _nodes_in_force(request, current)[1]
+    kept = _nodes_in_force(request, current)[1]
+    kept &= ((copies > 0).sum(2) == request.experts // request.nodes).all(1)
+    kept &= (rank_loads(load, current, request.ranks) / speed).max(1) <= enough
+    return current.copy(), kept
 
 
 def _nodes_in_force(request: Request, current: Ints) -> tuple[Ints, Flags]:

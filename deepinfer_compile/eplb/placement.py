@@ -28,5 +28,16 @@ class Placement:
     logcnt: Ints
     note: str = ""
 
+    def local(self, ranks: int) -> Ints:
+        """For each rank the slot among its own that holds each expert, the first of several, int64 [ranks, L, E]; -1
+        where it holds none."""
+        layers, slots = self.phy2log.shape
+        room = slots // ranks
+        found = np.full((ranks, layers, self.logcnt.shape[1]), -1, np.int64)
+        row = np.arange(layers)
+        for slot in reversed(range(slots)):
+            found[slot // room, row, self.phy2log[:, slot]] = slot % room
+        return found
+
 
 __all__ = ["Flags", "Floats", "Ints", "Placement"]

@@ -1,8 +1,8 @@
 """A new plan put onto the ranks and slots that already hold most of it.
 
 A plan's ranks have no names: any permutation of ranks of one speed (of nodes, and of the ranks of a node) is as good.
-The pairs of ranks that share most experts are matched first. Greedy and not an assignment solver: this is for plans that
-cannot be reached by a few exchanges, where nearly all weights move either way.
+The pairs of ranks that share most experts are matched first. Greedy and not an assignment solver: this is for plans
+that cannot be reached by a few exchanges, where nearly all weights move either way.
 """
 
 from __future__ import annotations

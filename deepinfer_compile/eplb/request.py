@@ -79,7 +79,9 @@ def loads(given: Any, policy: str) -> Floats:
         raise BadOption(
             name="load", value=float(found[tuple(place)]), reason="it is no number of tokens", fix=fix, where=where
         )
-    if not np.isfinite(found.sum((0, -1) if found.ndim == 3 else -1)).all():
+    with np.errstate(over="ignore"):
+        sums = found.sum((0, -1) if found.ndim == 3 else -1)
+    if not np.isfinite(sums).all():
         raise BadOption(name="load", value="inf", reason="the sum of a layer is too large", fix="scale the loads down")
     return found
 

@@ -94,50 +94,6 @@ def _exchange(slots: Ints, weight: Floats, total: Floats, holds: Flags, i: int, 
 
 
 @compiled
-def refine(slots: Ints, shares: Floats, speed: Floats, near: float, limit: int) -> Floats:
-    """Lower the largest load of each row in place; returns it [B], over speed.
-
-    slots: [B, S]; shares: loads a replica [B, E]; speed: [B, R]. Ends at (1 + near) times the perfect split. The
-    fullest rank first looks for an exchange that brings both ranks there, from the emptiest rank on; where there is none
-    it takes the exchange that lowers the load most, `limit` times, and ends where none lowers it.
-    """
-    rows, ranks, experts = len(slots), speed.shape[1], shares.shape[1]
-    weight, total, holds = np.empty(slots.shape[1]), np.empty(ranks), np.empty((ranks, experts), np.bool_)
-    found = np.empty(rows)
-    for b in range(rows):
-        slot, pace, left = slots[b], speed[b], limit
-        _state(slot, shares[b], weight, total, holds)
-        enough = total.sum() / pace.sum() * (1.0 + near)
-        while True:
-            a = _fullest(total, pace)
-            if total[a] <= enough * pace[a]:
-                break
-            i, j, first = -1, -1, _emptiest(total, pace)
-            low = total[a] - enough * pace[a]
-            for step in range(ranks):
-                q = (first + step) % ranks
-                high = enough * pace[q] - total[q]
-                if high >= low:
-                    i, j = _fitting(slot, weight, holds, a, q, low, high)
-                if i >= 0:
-                    break
-            # less by more than rounding, so that it ends
-            least = total[a] / pace[a] * (1.0 - 1e-9)
-            if i < 0 and left > 0:
-                left -= 1
-                for q in range(ranks):
-                    done, to_a, to_b = _between(slot, weight, total, pace, holds, a, q, least)
-                    if to_a >= 0:
-                        least, i, j = done, to_a, to_b
-            if i < 0:
-                break
-            _exchange(slot, weight, total, holds, i, j)
-        _state(slot, shares[b], weight, total, holds)
-        found[b] = (total / pace).max()
-    return found
-
-
-@compiled
 def _nearest(
     slots: Ints, weight: Floats, total: Floats, speed: Floats, holds: Flags, a: int, enough: float, mean: float
 ) -> tuple[int, int]:
@@ -183,6 +139,36 @@ def _give(slots: Ints, load: Floats, counts: Ints, total: Floats, speed: Floats,
 
 
 @compiled
+def _gift(
+    slots: Ints, load: Floats, counts: Ints, total: Floats, speed: Floats, holds: Flags, a: int, least: float
+) -> tuple[float, int, int]:
+    """The replica to give to an expert of rank a after which a, the ranks of the other expert and the one that gets it
+    are all done before `least`, and first: (when, slot, expert), slot -1 if there is none."""
+    ranks, room = len(total), len(slots) // len(total)
+    slot, expert = -1, -1
+    for i in range(a * room, (a + 1) * room):
+        e = slots[i]
+        share = load[e] / (counts[e] + 1)
+        drop = load[e] / counts[e] - share
+        if counts[e] == ranks or (total[a] - drop) / speed[a] >= least:
+            continue
+        for k in range(len(slots)):
+            d, r = slots[k], k // room
+            if counts[d] == 1 or holds[r, e]:
+                continue
+            done = max((total[a] - drop) / speed[a], (total[r] - load[d] / counts[d] + share) / speed[r])
+            if done >= least:
+                continue
+            rise = load[d] / (counts[d] - 1) - load[d] / counts[d]
+            for q in range(ranks):
+                if holds[q, d] and q != r:
+                    done = max(done, (total[q] + rise - (drop if holds[q, e] else 0.0)) / speed[q])
+            if done < least:
+                least, slot, expert = done, k, e
+    return least, slot, expert
+
+
+@compiled
 def _replace(slots: Ints, load: Floats, counts: Ints, shares: Floats, k: int, e: int) -> None:
     d = slots[k]
     slots[k] = e
@@ -199,6 +185,78 @@ def _largest(slots: Ints, shares: Floats, counts: Ints, ranks: int, a: int) -> i
         e = slots[k]
         if counts[e] < ranks and (found < 0 or shares[e] > shares[found]):
             found = e
+    return found
+
+
+@compiled
+def _fit(
+    slots: Ints, weight: Floats, total: Floats, speed: Floats, holds: Flags, a: int, enough: float
+) -> tuple[int, int]:
+    """The first exchange, from the emptiest rank on, after which a and that rank are done by `enough`; -1 if none."""
+    ranks, low, first = len(total), total[a] - enough * speed[a], _emptiest(total, speed)
+    i, j = -1, -1
+    for step in range(ranks):
+        q = (first + step) % ranks
+        high = enough * speed[q] - total[q]
+        if high >= low:
+            i, j = _fitting(slots, weight, holds, a, q, low, high)
+        if i >= 0:
+            break
+    return i, j
+
+
+@compiled
+def _lower(
+    slots: Ints, load: Floats, counts: Ints, shares: Floats, weight: Floats, total: Floats, speed: Floats, holds: Flags
+) -> bool:
+    """The exchange or gift that lowers the fullest rank most, done; False if none lowers it."""
+    ranks, a = len(total), _fullest(total, speed)
+    i, j = -1, -1
+    # less by more than rounding, so that it ends
+    least = total[a] / speed[a] * (1.0 - 1e-9)
+    for q in range(ranks):
+        done, to_a, to_b = _between(slots, weight, total, speed, holds, a, q, least)
+        if to_a >= 0:
+            least, i, j = done, to_a, to_b
+    if i >= 0:
+        _exchange(slots, weight, total, holds, i, j)
+        return True
+    _, k, e = _gift(slots, load, counts, total, speed, holds, a, least)
+    if k >= 0:
+        _replace(slots, load, counts, shares, k, e)
+        _state(slots, shares, weight, total, holds)
+    return k >= 0
+
+
+@compiled
+def refine(slots: Ints, load: Floats, counts: Ints, shares: Floats, speed: Floats, near: float, limit: int) -> Floats:
+    """Lower the largest load of each row in place; returns it [B], over speed.
+
+    slots: [B, S]; load, counts, shares: load, replicas and load a replica of experts [B, E]; speed: [B, R]. All but
+    load and speed are changed. Ends at (1 + near) times the perfect split. The fullest rank first looks for an exchange
+    that brings both ranks there; where there is none it takes the change that lowers the load most, `limit` times, and
+    ends where none lowers it.
+    """
+    rows, ranks, experts = len(slots), speed.shape[1], shares.shape[1]
+    weight, total, holds = np.empty(slots.shape[1]), np.empty(ranks), np.empty((ranks, experts), np.bool_)
+    found = np.empty(rows)
+    for b in range(rows):
+        slot, share, pace, left = slots[b], shares[b], speed[b], limit
+        _state(slot, share, weight, total, holds)
+        enough = total.sum() / pace.sum() * (1.0 + near)
+        while True:
+            a = _fullest(total, pace)
+            if total[a] <= enough * pace[a]:
+                break
+            i, j = _fit(slot, weight, total, pace, holds, a, enough)
+            if i >= 0:
+                _exchange(slot, weight, total, holds, i, j)
+                continue
+            left -= 1
+            if left < 0 or not _lower(slot, load[b], counts[b], share, weight, total, pace, holds):
+                break
+        _state(slot, share, weight, total, holds)
+        found[b] = (total / pace).max()
     return found
 
 
@@ -249,20 +307,15 @@ def replan(slots: Ints, load: Floats, speed: Floats, enough: Floats, limit: int)
             if i >= 0:
                 _exchange(slot, weight, total, holds, i, j)
                 continue
-            e = _largest(slot, share, counts, ranks, a)
-            k = -1 if e < 0 else _give(slot, load[b], counts, total, pace, holds, e)
+            _, k, e = _gift(slot, load[b], counts, total, pace, holds, a, enough[b] * (1.0 + 1e-12))
+            if k < 0:
+                e = _largest(slot, share, counts, ranks, a)
+                k = -1 if e < 0 else _give(slot, load[b], counts, total, pace, holds, e)
             if k >= 0:
                 _replace(slot, load[b], counts, share, k, e)
                 _state(slot, share, weight, total, holds)
-                continue
-            least = total[a] / pace[a] * (1.0 - 1e-9)
-            for q in range(ranks):
-                done, to_a, to_b = _between(slot, weight, total, pace, holds, a, q, least)
-                if to_a >= 0:
-                    least, i, j = done, to_a, to_b
-            if i < 0:
+            elif not _lower(slot, load[b], counts, share, weight, total, pace, holds):
                 break
-            _exchange(slot, weight, total, holds, i, j)
     return found
 
 
