@@ -139,30 +139,45 @@ def _give(slots: Ints, load: Floats, counts: Ints, total: Floats, speed: Floats,
 
 
 @compiled
+def _without(slots: Ints, load: Floats, counts: Ints, total: Floats, speed: Floats) -> tuple[Floats, Floats, Ints]:
+    """When the ranks of each expert [E] would be done if it had one replica less: the last, the second last, and the
+    rank that is last; infinity for a single replica."""
+    experts, room = len(load), len(slots) // len(total)
+    last, second, rank = np.full(experts, -np.inf), np.full(experts, -np.inf), np.full(experts, -1)
+    for k in range(len(slots)):
+        d, r = slots[k], k // room
+        if counts[d] == 1:
+            last[d], second[d] = np.inf, np.inf
+            continue
+        done = (total[r] + load[d] / (counts[d] - 1) - load[d] / counts[d]) / speed[r]
+        if done > last[d]:
+            last[d], second[d], rank[d] = done, last[d], r
+        elif done > second[d]:
+            second[d] = done
+    return last, second, rank
+
+
+@compiled
 def _gift(
     slots: Ints, load: Floats, counts: Ints, total: Floats, speed: Floats, holds: Flags, a: int, least: float
 ) -> tuple[float, int, int]:
     """The replica to give to an expert of rank a after which a, the ranks of the other expert and the one that gets it
     are all done before `least`, and first: (when, slot, expert), slot -1 if there is none."""
     ranks, room = len(total), len(slots) // len(total)
+    last, second, rank = _without(slots, load, counts, total, speed)
     slot, expert = -1, -1
     for i in range(a * room, (a + 1) * room):
         e = slots[i]
         share = load[e] / (counts[e] + 1)
-        drop = load[e] / counts[e] - share
-        if counts[e] == ranks or (total[a] - drop) / speed[a] >= least:
+        lower = (total[a] - load[e] / counts[e] + share) / speed[a]
+        if counts[e] == ranks or lower >= least:
             continue
         for k in range(len(slots)):
             d, r = slots[k], k // room
-            if counts[d] == 1 or holds[r, e]:
+            others = second[d] if rank[d] == r else last[d]
+            if others >= least or holds[r, e]:
                 continue
-            done = max((total[a] - drop) / speed[a], (total[r] - load[d] / counts[d] + share) / speed[r])
-            if done >= least:
-                continue
-            rise = load[d] / (counts[d] - 1) - load[d] / counts[d]
-            for q in range(ranks):
-                if holds[q, d] and q != r:
-                    done = max(done, (total[q] + rise - (drop if holds[q, e] else 0.0)) / speed[q])
+            done = max(lower, others, (total[r] - load[d] / counts[d] + share) / speed[r])
             if done < least:
                 least, slot, expert = done, k, e
     return least, slot, expert
