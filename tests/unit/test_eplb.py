@@ -132,9 +132,20 @@ def test_idle_layers() -> None:
     assert (rebalance(np.zeros((2, 256)), 288, 32, current=before).phy2log == before).all()
     alone = np.zeros((1, 30))
     alone[0, 4] = 7.0
-    found = rebalance(alone, 35, 7)
-    assert sorted(found.logcnt[0].tolist())[-1] == found.logcnt[0, 4] == 6
+    assert rebalance(alone, 35, 7).logcnt[0, 4] == 6
+    found = rebalance(alone, 42, 7)
+    assert found.logcnt[0, 4] == 7
+    assert sorted(found.logcnt[0].tolist()) == [1] * 23 + [2] * 6 + [7]
     assert not duplicates(found.phy2log, 7, 30).any()
+
+
+def test_an_idle_node_does_not_hide_a_bad_plan() -> None:
+    load = np.zeros((1, 32))
+    load[0, :16] = np.random.default_rng(0).lognormal(0, 1, 16) * 1e-3
+    bad = np.array([[*range(16), *range(8), *range(16, 32), *range(16, 24)]])
+    fresh, found = (rebalance(load, 48, 12, nodes=2, groups=2, current=c).phy2log for c in (None, bad))
+    assert imbalance(load, found, 12)[0] <= imbalance(load, fresh, 12)[0] * 1.01
+    assert imbalance(load, bad, 12)[0] > 2
 
 
 def test_windowed_equals_the_plain_one() -> None:
@@ -168,6 +179,8 @@ def test_local_maps(ranks: int) -> None:
     for rank, layer, expert in np.argwhere(maps >= 0):
         rebuilt[layer, rank, maps[rank, layer, expert]] = expert
     assert (rebuilt.reshape(3, slots) == found.phy2log).all()
+    crowded = rebalance(np.ones((1, 3)), 8, 2)
+    assert crowded.local(2).tolist() == [[[0, 1, 2]], [[0, 1, 2]]]
     plain = rebalance(lognormal(1, 1, 16), 16, 16)
     assert sorted(plain.phy2log[0].tolist()) == list(range(16))
 
