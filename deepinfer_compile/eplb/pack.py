@@ -191,7 +191,7 @@ def pack(replicas: Ints, order: Ints, shares: Floats, speed: Floats) -> Ints:
 
 @compiled
 def tables(slots: Ints, experts: int) -> tuple[Ints, Ints]:
-    """The slots [B, E, max] of each expert in ascending order, padded with -1, and their counts [B, E], from [B, S]."""
+    """The slots [B, E, max] of each expert in order, padded with -1, and their counts [B, E], from [B, S]."""
     rows, count = slots.shape
     counts = np.zeros((rows, experts), np.int64)
     for b in range(rows):
