@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
+from deepinfer_compile import eplb
+from deepinfer_compile.eplb import compiled as decorator
 from deepinfer_compile.eplb import duplicates, moved, rank_loads, rebalance
 from deepinfer_compile.eplb.pack import pack, spread
 from deepinfer_compile.eplb.relabel import relabelled
@@ -78,3 +84,23 @@ def test_renaming_respects_speeds() -> None:
     assert (relabelled(plan, turned, np.array([1.0, 1, 0.5, 0.5]), 1, 8) == plan).all()
     kept = relabelled(plan, turned, np.array([1.0, 0.5, 1, 0.5]), 1, 8)
     assert sorted(kept.reshape(4, 2)[[0, 2]].ravel().tolist()) == [2, 3, 6, 7]
+
+
+def test_kernels_call_none_of_another_file() -> None:
+    """Code kept on disk is that of a file: it would not be compiled again if another file's kernel changed."""
+    names = {f.stem for f in Path(eplb.__file__).parent.glob("*.py") if "@compiled" in f.read_text()}
+    assert {"pack", "swaps", "windowed", "relabel"} <= names
+    for name in names:
+        tree = ast.parse((Path(eplb.__file__).parent / f"{name}.py").read_text())
+        taken = {n.module.split(".")[-1] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+        assert not taken & names
+
+
+def test_code_is_compiled_where_none_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def njit(cache: bool = False, nogil: bool = False) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
+        return lambda function: function
+
+    monkeypatch.setattr(decorator, "njit", njit)
+    assert decorator.compiled(len) is len
