@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from deepinfer_compile import __version__
+from deepinfer_compile.cli.balance_experts import eplb
 from deepinfer_compile.cli.build_bundle import build
 from deepinfer_compile.cli.check_environment import doctor
 from deepinfer_compile.cli.debug_passes import bisect, dump, replay
@@ -22,7 +23,23 @@ from deepinfer_compile.cli.support_table import support
 from deepinfer_compile.cli.tune_kernels import tune
 from deepinfer_compile.cli.verify_bundle import verify
 
-COMMANDS = (build, run, inspect, verify, diff, explain, dump, replay, bisect, render, tune, export, support, doctor)
+COMMANDS = (
+    build,
+    run,
+    inspect,
+    verify,
+    diff,
+    explain,
+    dump,
+    replay,
+    bisect,
+    render,
+    tune,
+    eplb,
+    export,
+    support,
+    doctor,
+)
 
 app = typer.Typer(
     name="deepinfer-compile",
