@@ -9,6 +9,15 @@ from deepinfer_compile.ops.project import LINEAR, LINEARS, OUTPUT_PROJECTION, WI
 from deepinfer_compile.ops.registry import NAMESPACE, OPS, Op, Work, find, implements
 from deepinfer_compile.ops.rope import COMPLEX_ROPE_TABLE, ROPE, ROTARY_TABLE
 from deepinfer_compile.ops.sample import SAMPLE
+from deepinfer_compile.ops.selected import (
+    CACHED_RECENT,
+    CACHED_SELECT_ROWS,
+    CACHED_SELECTED_ATTENTION,
+    RECENT,
+    SELECT_ROWS,
+    SELECTED_ATTENTION,
+    WRITE_ROWS,
+)
 from deepinfer_compile.ops.shared import KEPT_BATCH, ROW_BATCH, SHARED_ATTENTION, WRITE_KV
 
 __all__ = [
@@ -16,6 +25,9 @@ __all__ = [
     "ATTENTION",
     "CACHED_ATTENTION",
     "CACHED_LATENT_ATTENTION",
+    "CACHED_RECENT",
+    "CACHED_SELECTED_ATTENTION",
+    "CACHED_SELECT_ROWS",
     "COMPLEX_ROPE_TABLE",
     "EXPERTS",
     "GATED_ACT",
@@ -27,15 +39,19 @@ __all__ = [
     "NAMESPACE",
     "OPS",
     "OUTPUT_PROJECTION",
+    "RECENT",
     "RMS_NORM",
     "ROPE",
     "ROTARY_TABLE",
     "ROUTE",
     "ROW_BATCH",
     "SAMPLE",
+    "SELECTED_ATTENTION",
+    "SELECT_ROWS",
     "SHARED_ATTENTION",
     "WIDE_LINEAR",
     "WRITE_KV",
+    "WRITE_ROWS",
     "Op",
     "Work",
     "find",
