@@ -9,6 +9,7 @@ from __future__ import annotations
 from deepinfer_compile.passbase import Pass
 from deepinfer_compile.passes.bind_positions import BindPositions
 from deepinfer_compile.passes.cache_attention import CacheAttention
+from deepinfer_compile.passes.cache_selected import CacheSelected
 from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.choose_latent_form import ChooseLatentForm
 from deepinfer_compile.passes.fuse_add_norm import FuseAddNorm
@@ -21,10 +22,12 @@ from deepinfer_compile.passes.raise_attention import RaiseAttention
 from deepinfer_compile.passes.raise_experts import RaiseExperts
 from deepinfer_compile.passes.raise_latent_attention import RaiseLatentAttention
 from deepinfer_compile.passes.raise_output_projection import RaiseOutputProjection
+from deepinfer_compile.passes.raise_recent import RaiseRecent
 from deepinfer_compile.passes.raise_rms_norm import RaiseRmsNorm
 from deepinfer_compile.passes.raise_rope import RaiseRope
 from deepinfer_compile.passes.raise_rotary_table import RaiseRotaryTable
 from deepinfer_compile.passes.raise_router import RaiseRouter
+from deepinfer_compile.passes.raise_selected_attention import RaiseSelectedAttention
 from deepinfer_compile.passes.split_encoder_decoder import SplitEncoderDecoder
 from deepinfer_compile.pipeline import Pipeline
 
@@ -38,6 +41,8 @@ RAISE: tuple[Pass, ...] = (
     RaiseActivation(),
     RaiseAttention(),
     RaiseLatentAttention(require=True),
+    RaiseRecent(),
+    RaiseSelectedAttention(),
     BindPositions(),
     RaiseOutputProjection(),
 )
@@ -45,6 +50,7 @@ RAISE: tuple[Pass, ...] = (
 PACK: tuple[Pass, ...] = (
     SplitEncoderDecoder(require=False),
     CacheAttention(),
+    CacheSelected(),
     ProveRowwise(),
     FuseAddNorm(),
     FuseLinearCasts(),

@@ -20,13 +20,15 @@ from torch.nn.functional import pad
 
 from deepinfer_compile.errors import MissingWeight
 from deepinfer_compile.graph import argument, is_op, value
-from deepinfer_compile.ops import ATTENTION, LATENT_ATTENTION
+from deepinfer_compile.ops import ATTENTION, LATENT_ATTENTION, SELECTED_ATTENTION
 from deepinfer_compile.program import BlockRunner, CacheSpec, Program
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 
 LATENTS = (LATENT_ATTENTION.overload,)
 EXTRA = PAGE_SIZE + 9
 """Tokens beyond a window: enough for a second page, and for every corner of the mask to be met."""
+POISON = -99
+"""What caches of whole numbers hold where nothing was written."""
 WIDEST = 1024
 """The widest window that a replay reaches past; the references take too long for wider ones."""
 
@@ -81,7 +83,8 @@ def bind(program: Program, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def sample_length(program: Program) -> int:
     """How many tokens show what a captured program does: EXTRA past its widest window, as far as that is allowed."""
-    found = [n for gm in program.blocks.values() for n in _attentions(gm) if not is_op(n, *LATENTS)]
+    windowed = (ATTENTION.overload, SELECTED_ATTENTION.overload)
+    found = [n for gm in program.blocks.values() for n in gm.graph.nodes if is_op(n, *windowed)]
     windows = (int(argument(n, "window")) for n in found)
     wanted = max((w for w in windows if w <= WIDEST), default=0) + EXTRA
     return min(wanted, int(program.info.get("max_tokens", wanted)))
@@ -194,7 +197,7 @@ class _Batch:
         shuffled = [torch.randperm(pages, generator=gen)[: sum(needs)].to(torch.int32) for _ in program.windows]
         split = [order.split(needs) for order in shuffled]
         self.requests = [_Request(ids, rate, [g[i] for g in split]) for i, (ids, rate) in enumerate(plans)]
-        self.caches = {c.name: torch.full((pages, *c.shape), math.nan, dtype=c.dtype) for c in program.caches}
+        self.caches = {c.name: _poisoned((pages, *c.shape), c.dtype) for c in program.caches}
 
     def step(self, rows: Sequence[int]) -> dict[str, Tensor]:
         """Inputs of the next step but weights and caches; rows count within the chunk of the main sequence."""
@@ -230,7 +233,7 @@ class _Batch:
     def kept(self) -> dict[str, Tensor]:
         """Rows of the main sequence in every cache."""
         main = self.requests[self.MAIN]
-        return {c.name: self._flat(c)[_slots(main.tables[c.group], 0, main.done)] for c in self.program.caches}
+        return {c.name: self._flat(c)[_held(c, main.tables[c.group], main.done)] for c in self.program.caches}
 
     def stray(self) -> tuple[str, ...]:
         """Caches with values in rows that no token of any request owns."""
@@ -239,10 +242,25 @@ class _Batch:
             rows = self._flat(cache)
             free = torch.ones(rows.shape[0], dtype=torch.bool)
             for request in self.requests:
-                free[_slots(request.tables[cache.group], 0, request.done)] = False
-            if not bool(rows[free].isnan().all()):
+                free[_held(cache, request.tables[cache.group], request.done)] = False
+            if not bool(_is_poison(rows[free]).all()):
                 found.append(cache.name)
         return tuple(found)
+
+
+def _poisoned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.full(tuple(shape), math.nan if dtype.is_floating_point else POISON, dtype=dtype)
+
+
+def _is_poison(rows: Tensor) -> Tensor:
+    return rows.isnan() if rows.is_floating_point() else rows == POISON
+
+
+def _held(cache: CacheSpec, table: Tensor, done: int) -> Tensor:
+    """Where a cache holds the first `done` tokens of a request; one that has fewer rows than tokens, what these
+    complete."""
+    ratio = PAGE_SIZE // cache.shape[1 if cache.kind == "kv" else 0]
+    return _slots(table, 0, done)[ratio - 1 :: ratio] // ratio
 
 
 def _slots(table: Tensor, start: int, stop: int) -> Tensor:

@@ -159,6 +159,40 @@ def _cached_latent_attention(call: Call) -> Value:
     return _agree(call, [expect(call, name, 0) for name in ("q_nope", "q_rope", "c", "k_rope", "slot")])
 
 
+@rule("deepinfer.cached_recent")
+def _cached_recent(call: Call) -> Value:
+    call.constant(call.arg("fill"), "what stands before the start")
+    _cache(call, call.arg("cache"))
+    return _described(call, _agree(call, [expect(call, name, 0) for name in ("x", "slot")]))
+
+
+@rule("deepinfer.write_rows")
+def _write_rows(call: Call) -> Value:
+    _cache(call, call.arg("cache"))
+    return _agree(call, [expect(call, name, 0) for name in ("rows", "slot")])
+
+
+@rule("deepinfer.cached_select_rows")
+def _cached_select_rows(call: Call) -> Value:
+    _cache(call, call.arg("keys"))
+    found = _described(call, _agree(call, _given(call, "q", "weights", "written", "candidates")))
+    return call.same_for_all(found)
+
+
+@rule("deepinfer.cached_selected_attention")
+def _cached_selected_attention(call: Call) -> Value:
+    call.constant(call.arg("sinks"), "the sinks")
+    for name in ("cache", "rows", "rows_table"):
+        if isinstance(call.arg(name), Node):
+            _cache(call, call.arg(name))
+    return _described(call, _agree(call, _given(call, "q", "latents", "slot", "written", "chosen")))
+
+
+def _given(call: Call, *names: str) -> list[Rows]:
+    """Those of some operands that are there."""
+    return [expect(call, name, 0) for name in names if isinstance(call.arg(name), Node)]
+
+
 @rule("deepinfer.merge_attention")
 def _merge_attention(call: Call) -> Value:
     return call.same_for_all(_agree(call, [expect(call, n, 0) for n in ("out_a", "lse_a", "out_b", "lse_b")]))

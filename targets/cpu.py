@@ -139,7 +139,7 @@ class _Inlined(nn.Module):
 class _Inliner(Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         op = ops.find(target)
-        if op is not None and not op.mutates:
+        if op is not None and not op.mutates and not op.name.startswith("cached_"):
             return op.reference(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
