@@ -125,13 +125,8 @@ class _Raiser:
     def _check_readers(self, found: dict[str, _Sites]) -> None:
         """Every mask must be read by what is rewritten alone."""
         for name, sites in found.items():
-            gone: set[Node] = set()
-            ends = [s.chosen for s in sites.select] + [s.made for s in sites.select if s.made]
-            ends += [a.out for a in sites.attend]
-            for end in ends:
-                gone |= _behind(end)
-            masks = {m for b, m in self.ratio if b == name}
-            for mask in masks:
+            gone = _gone(self.program.blocks[name].graph, sites)
+            for mask in {m for b, m in self.ratio if b == name}:
                 for user in mask.users:
                     if user.op != "output" and user not in gone:
                         raise NearMiss(f"{user.name} reads a mask of chosen rows, too")
@@ -186,12 +181,13 @@ class _Raiser:
                         item.meta["val"] = values[item.args[1]]  # type: ignore[index]
 
 
-def _behind(node: Node) -> set[Node]:
-    """A node and all that it is made of."""
-    found, left = {node}, [node]
-    while left:
-        for n in left.pop().all_input_nodes:
-            if n not in found:
-                found.add(n)
-                left.append(n)
+def _gone(graph: torch.fx.Graph, sites: _Sites) -> set[Node]:
+    """What nobody reads any more once the calls of a block are rewritten."""
+    kept: set[Any] = {n for s in sites.select for n in (s.q, s.weights, s.keys)}
+    kept |= {n for a in sites.attend for n in (a.q, a.latents, a.rows, a.sinks)}
+    ends: set[Any] = {n for s in sites.select for n in (s.chosen, s.made)} | {a.out for a in sites.attend}
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node in ends or (node.users and node not in kept and all(u in found for u in node.users)):
+            found.add(node)
     return found

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deepinfer_compile.bundle import Checkpoint, DictSource
 from deepinfer_compile.capture import hf
 from deepinfer_compile.errors import NotAModelFolder, UnsupportedArchitecture, UnsupportedConstruct
+from deepinfer_compile.models.own import read_folder
 
 DEFAULT_CONTEXT = 4096
 
@@ -66,6 +67,9 @@ def _in_type(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def _from_folder(folder: Path, dtype: str) -> ModelSource:
     if not (folder / "config.json").is_file():
         raise NotAModelFolder(path=folder, reason="it has no config.json")
+    own = read_folder(folder, dtype)
+    if own is not None:
+        return _from_own(*own, folder)
     package = hf.transformers()
     checkpoint = Checkpoint.open(folder)
     try:
@@ -87,6 +91,16 @@ def _from_folder(folder: Path, dtype: str) -> ModelSource:
         folder,
         _tokenizer(folder, generation),
     )
+
+
+def _from_own(model: nn.Module, context: int, folder: Path) -> ModelSource:
+    """A definition of ours, whose weights are read already."""
+    generation = _json(folder / "generation_config.json")
+    held = DictSource({n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())})
+    eos = _eos(None, generation | {k: v for k, v in _json(folder / "config.json").items() if k == "eos_token_id"})
+    return ModelSource(
+        type(model).__name__, model, held, {}, context, eos, folder, _tokenizer(folder, generation)
+    )  # fmt: skip
 
 
 def meta_model(config: Any, dtype: torch.dtype) -> Any:

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from tokenizers import Tokenizer
+from torch import Tensor, nn
 
+from deepinfer_compile.bundle import Checkpoint
 from deepinfer_compile.errors import NotAModelFolder
 from deepinfer_compile.models.deepseek_v41 import roles
+from deepinfer_compile.models.deepseek_v41.checkpoint import load_published
 from deepinfer_compile.models.deepseek_v41.config import DeepseekV41Config
-from deepinfer_compile.models.deepseek_v41.engram import plain_map
+from deepinfer_compile.models.deepseek_v41.engram import normalised_map, plain_map
 from deepinfer_compile.models.deepseek_v41.layers import boundary, kv_bytes_per_token
 from deepinfer_compile.models.deepseek_v41.model import DeepseekV41
 
@@ -74,9 +77,47 @@ def deepseek_v41(raw: Mapping[str, Any]) -> Own:
     )
 
 
+def read_folder(folder: Path, dtype: str) -> tuple[nn.Module, int] | None:
+    """The model of a folder with its weights, in a dtype ("auto": the config's, else fp32), and its context; None where
+    its architecture is another.
+
+    Weights have the published names or those of the module. Memory tables are looked up by the text of tokens, so a
+    model with these needs a tokenizer.json. Raises NotAModelFolder, BadModelConfig, and what `load_published` does.
+    """
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as err:
+        raise NotAModelFolder(path=folder, reason=f"config.json is not JSON: {err}") from None
+    if not isinstance(raw, dict) or raw.get("model_type") not in READERS:
+        return None
+    config = DeepseekV41Config.read(raw)
+    wanted = dtype if dtype != "auto" else str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    model = DeepseekV41(config, _token_map(config, folder)).eval().to(getattr(torch, wanted)).requires_grad_(False)
+    found = Checkpoint.open(folder)
+    own = dict(model.named_parameters())
+    if own.keys() <= found.names():
+        for name, parameter in own.items():
+            parameter.copy_(found.tensor(name))
+    else:
+        load_published(model, folder)
+    return model, config.max_position_embeddings
+
+
+def _token_map(config: DeepseekV41Config, folder: Path) -> Tensor:
+    if not config.engram_layer_ids:
+        return plain_map(config)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise NotAModelFolder(path=folder, reason="it has memory tables and no tokenizer.json, whose texts they need")
+    tokenizer = Tokenizer.from_file(str(path))
+    texts = [tokenizer.decode([i], skip_special_tokens=False) for i in range(config.vocab_size)]
+    return normalised_map(config, texts)
+
+
 READERS: dict[Any, Callable[[Mapping[str, Any]], Own]] = {
     "deepseek_v41": deepseek_v41,
     "deepseek_v41_text": deepseek_v41,
 }
 
-__all__ = ["Own", "find"]
+__all__ = ["Own", "find", "read_folder"]
