@@ -1,0 +1,97 @@
+"""The DeepSeek-V4.1 form as a bundle: windows, compressed rows, two levels of choice, hashed memory, four streams."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import deepinfer_compile
+from deepinfer_compile import LLM, SamplingParams
+from deepinfer_compile.bundle import read_bundle
+from deepinfer_compile.runtime.loading import open_executor
+from tests import v41
+from tests.e2e.parity import bundle_tokens, prompts
+from tests.trained import ced_model, data
+
+VOCAB, COUNT = 300, 12
+LENGTHS = (5, 1, 70, 3, 33)
+
+
+@functools.cache
+def wanted(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    model = v41.make()
+    return [v41.eager_tokens(model, p, COUNT) for p in prompts(VOCAB, lengths)]
+
+
+@functools.cache
+def built() -> Path:
+    """A bundle of graphs, kept for this process."""
+    folder = Path(tempfile.mkdtemp(prefix="v41-"))
+    atexit.register(shutil.rmtree, folder)
+    deepinfer_compile.build(v41.make(), folder / "b", native=False)
+    return folder / "b"
+
+
+def check_generation(folder: Path, native: bool) -> None:
+    """Ragged prompts in chunks of 16 tokens, alone, three at a time, and again, when their pages are found."""
+    llm = deepinfer_compile.load(folder, native=native, max_model_len=128, max_num_batched_tokens=16, max_num_seqs=3)
+    given = prompts(VOCAB, LENGTHS)
+    assert bundle_tokens(llm, given, COUNT) == wanted()
+    assert bundle_tokens(llm, given[2:3], COUNT) == wanted()[2:3]
+    cached = [o.num_cached_tokens for o in llm.generate(given, SamplingParams(temperature=0.0, max_tokens=1))]
+    assert max(cached) == 64
+    assert bundle_tokens(llm, given[1:4], COUNT) == wanted()[1:4]
+
+
+def test_generation() -> None:
+    check_generation(built(), native=False)
+
+
+def test_preempted_requests_read_their_tokens_again() -> None:
+    executor, _ = open_executor(read_bundle(built()), native=False)
+    memory = int(4.6 * sum(g.bytes_per_page for g in executor.groups))
+    llm = LLM(executor, max_num_seqs=4, max_num_batched_tokens=16, memory_bytes=memory, max_model_len=128)
+    lengths = (60, 61, 62, 58)
+    assert bundle_tokens(llm, prompts(VOCAB, lengths), COUNT) == wanted(lengths)
+    assert llm.engine.scheduler.preemptions > 0
+
+
+@pytest.mark.slow
+def test_native_generation(tmp_path: Path) -> None:
+    deepinfer_compile.build(v41.make(), tmp_path / "b")
+    check_generation(tmp_path / "b", native=True)
+
+
+SCRIPT = """
+import json, sys
+import deepinfer_compile
+from tests.e2e.parity import bundle_tokens
+llm = deepinfer_compile.load(sys.argv[1], max_num_seqs=4, max_num_batched_tokens=256, max_model_len=1024)
+print(json.dumps(bundle_tokens(llm, json.loads(sys.argv[2]), int(sys.argv[3]))))
+"""
+
+
+@pytest.mark.slow
+def test_a_trained_model_built_from_its_folder(tmp_path: Path) -> None:
+    """By the command, run by a new process: the eager model's greedy tokens for starts of held-out files."""
+    folder, count = data.HERE / "ced", 256
+    command = [sys.executable, "-m", "deepinfer_compile.cli", "build", str(folder), "-o", str(tmp_path / "b")]
+    subprocess.run(command, check=True, capture_output=True)
+    model, tokenizer = ced_model.load(folder)
+    files = data.of_kind(data.sources(), "held")
+    lengths = (300, 5, 64, 141, 33)
+    given = [tokenizer.encode(f.text).ids[:n] for f, n in zip(files, lengths)]
+    script = [sys.executable, "-c", SCRIPT, str(tmp_path / "b"), json.dumps(given), str(count)]
+    done = subprocess.run(script, check=True, capture_output=True, text=True)
+    with torch.no_grad():
+        want = [v41.eager_tokens(model, ids, count) for ids in given]
+    assert json.loads(done.stdout.splitlines()[-1]) == want
