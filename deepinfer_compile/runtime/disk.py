@@ -2,16 +2,17 @@
 
 A page is a safetensors file of its own, named by a hash of the model and of all tokens up to the page's end, beside a
 checksum of its contents. It is written to a temporary name of its own and renamed, so that no reader sees half of one.
-A file that cannot be read, or is not what it says, is deleted and counted: the page is then computed again. So nothing
-that the disk does later stops a request. The files of all models in a folder share its capacity; what was not used for
-the longest time goes first. Files that are not named like pages are left alone. Several processes may use one folder;
-each sees what was there when it began and what it wrote itself. Folders are made for their owner alone, since cache
-rows tell what was said; checksums detect damage, not malice.
+A file that is not what it says is deleted and counted, one that cannot be read, written or deleted is a failure of the
+disk: the page is then computed again. So nothing that the disk does later stops a request. The files of all models in a
+folder share its capacity; what was not used for the longest time goes first. Files that are not named like pages are
+left alone. Several processes may use one folder; each sees what was there when it began and what it wrote itself.
+Folders are made for their owner alone, since cache rows tell what was said; checksums detect damage, not malice.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -22,8 +23,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from deepinfer_compile.errors import BadOption
@@ -38,13 +39,15 @@ class DiskPages:
     """Pages of one model in a folder of at most `capacity` bytes.
 
     identity: of everything beside the tokens that decides a page's contents. damaged: files that could not be used.
-    failures: pages that could not be written or deleted. evictions: pages deleted for their place.
+    failures: pages that could not be read, written or deleted; error: the last of them in words. evictions: pages
+    deleted for their place.
     Raises BadOption for a folder that cannot be made or read.
     """
 
     def __init__(self, folder: Path, identity: str, capacity: int) -> None:
-        self._folder, self._capacity = folder, capacity
+        self.folder, self._capacity = folder, capacity
         self.damaged = self.failures = self.evictions = 0
+        self.error = ""
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._bytes = 0
         self.adopt(identity)
@@ -72,30 +75,34 @@ class DiskPages:
         """Whether there is a file for a page."""
         return self._name(digest, group) in self._sizes
 
+    def size_of(self, digest: bytes, group: int) -> int:
+        """Bytes of a page's file, 0 where there is none."""
+        return self._sizes.get(self._name(digest, group), 0)
+
     def read(self, digest: bytes, group: int) -> dict[str, Tensor] | None:
         """The tensors of a page by name, on the host; None, and no file any more, where it is damaged or gone."""
         name = self._name(digest, group)
         try:
-            with safe_open(self._folder / name, "pt") as file:
-                rows = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
-                whole = (file.metadata() or {}).get("sha256") == _checksum(digest, rows)
+            content = (self.folder / name).read_bytes()  # not mapped: a disk that fails would end the process
         except FileNotFoundError:
             self._forget(name)
             return None
-        except (OSError, SafetensorError):
-            whole = False
-        if not whole:
+        except OSError as error:
+            self._fail(error)
+            return None
+        rows = _tensors(content, digest)
+        if rows is None:
             self.discard(digest, group)
             return None
         with suppress(OSError):  # its time is for other processes, which then delete it earlier
-            os.utime(self._folder / name)
+            os.utime(self.folder / name)
         self._sizes.move_to_end(name)
         return rows
 
     def write(self, digest: bytes, group: int, rows: Mapping[str, Tensor]) -> None:
         """Keep a page, whose tensors are contiguous and on the host."""
         name = self._name(digest, group)
-        path = self._folder / name
+        path = self.folder / name
         draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
         try:
             self._make_home()
@@ -107,8 +114,8 @@ class DiskPages:
                 self._forget(name)
                 self._sizes[name] = size
                 self._bytes += size
-        except (OSError, SafetensorError):
-            self.failures += 1
+        except (OSError, SafetensorError) as error:
+            self._fail(error)
         with suppress(OSError):  # renamed, or never made
             draft.unlink()
 
@@ -123,7 +130,7 @@ class DiskPages:
 
     def clear(self) -> None:
         """Delete all pages of this model, those of other processes too."""
-        there = {f"{self._own}/{path.name}" for path in (self._folder / self._own).glob("*")}
+        there = {f"{self._own}/{path.name}" for path in (self.folder / self._own).glob("*")}
         known = {name for name in self._sizes if name.startswith(self._own)}
         for name in sorted(there | known):
             if NAMES.fullmatch(name):
@@ -133,13 +140,13 @@ class DiskPages:
         return f"{self._own}/{digest.hex()}.{group}.safetensors"
 
     def _make_home(self) -> None:
-        (self._folder / self._own).mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.folder / self._own).mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _scan(self) -> None:
         """Take up what is there, the longest unused first."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = []
-        for path in self._folder.glob("*/*"):
+        for path in self.folder.glob("*/*"):
             name = f"{path.parent.name}/{path.name}"
             ours = NAMES.fullmatch(name)
             if ours is None:
@@ -164,13 +171,28 @@ class DiskPages:
     def _delete(self, name: str) -> None:
         """Delete a file. One that stays is not used any more by this process."""
         try:
-            (self._folder / name).unlink(missing_ok=True)
-        except OSError:
-            self.failures += 1
+            (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            self._fail(error)
         self._forget(name)
+
+    def _fail(self, error: Exception) -> None:
+        self.failures += 1
+        self.error = str(error)
 
     def _forget(self, name: str) -> None:
         self._bytes -= self._sizes.pop(name, 0)
+
+
+def _tensors(content: bytes, digest: bytes) -> dict[str, Tensor] | None:
+    """What a page's file holds; None where it is damaged, or another page's."""
+    try:
+        rows = load(content)
+    except (SafetensorError, KeyError):  # KeyError: a type that torch lacks
+        return None
+    end = 8 + int.from_bytes(content[:8], "little")
+    metadata = json.loads(content[8:end]).get("__metadata__") or {}
+    return rows if metadata.get("sha256") == _checksum(digest, rows) else None
 
 
 def _checksum(digest: bytes, rows: Mapping[str, Tensor]) -> str:

@@ -13,7 +13,8 @@ from deepinfer_compile.runtime import prompts as reading
 from deepinfer_compile.runtime.batch import Executor
 from deepinfer_compile.runtime.call import Call, Parent
 from deepinfer_compile.runtime.driver import Driver
-from deepinfer_compile.runtime.engine import Engine, EngineOptions
+from deepinfer_compile.runtime.engine import Engine
+from deepinfer_compile.runtime.options import EngineOptions
 from deepinfer_compile.runtime.outputs import RequestOutput
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.prefix import PrefixStats
@@ -133,6 +134,14 @@ class LLM:
         what they hold is not reused. Waits for the step that another thread is running."""
         self.engine.forget_prefixes()
         self._driver.reap()
+
+    def close(self, timeout: float = 30.0) -> bool:
+        """Write to prefix_cache_folder what waits for it, at most so many seconds, and use it no more. From any thread.
+
+        Whether all was written. Requests may go on; a second call does nothing. The end of the process does the same
+        with a limit of a few seconds.
+        """
+        return self.engine.close(timeout)
 
     def _submit(
         self,

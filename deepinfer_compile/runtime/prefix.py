@@ -46,8 +46,9 @@ class PrefixStats:
     hit_tokens: tokens of their prompts (and outputs, when preempted), and those that were not computed again.
     recomputed: tokens that were, although a cache group still had their rows. evictions: pages that were needed for
     others. expired: pages idle for too long. cached: idle pages with rows now, a number per cache group.
-    restored: pages taken from disk. damaged: files there that could not be used. disk_failures: pages that could not be
-    written. disk_pages, disk_bytes: files there now.
+    restored: pages taken from disk. damaged: files there that could not be used. disk_dropped: pages that were not
+    written because too many waited for it. disk_failures: pages that could not be read, written or deleted; the disk
+    is not used after the first. disk_pages, disk_bytes: files there now.
     """
 
     queries: int = 0
@@ -60,6 +61,7 @@ class PrefixStats:
     cached: tuple[int, ...] = ()
     restored: int = 0
     damaged: int = 0
+    disk_dropped: int = 0
     disk_failures: int = 0
     disk_pages: int = 0
     disk_bytes: int = 0
@@ -114,7 +116,7 @@ class PrefixCache:
         self._pages = pages
         self._backtrack, self._reads_hint, self._time_to_live = backtrack, reads_hint, time_to_live
         self._stats = PrefixStats()
-        self._disk = disk
+        self.disk = disk
         self._asked: tuple[Request | None, int, list[Key]] = (None, 0, [])
         self._noted = np.zeros(seats, dtype=np.int64)
         for i, group in enumerate(self.groups):
@@ -125,11 +127,11 @@ class PrefixCache:
     def stats(self) -> PrefixStats:
         """Counters since the beginning, as they are now."""
         found = replace(self._stats, cached=self._pages.cached)
-        return self._disk.count(found) if self._disk is not None else found
+        return self.disk.count(found) if self.disk is not None else found
 
     def reset(self) -> None:
         """Begin with an empty tree; the pools have been reset too."""
-        root = self._disk.root if self._disk is not None else b""
+        root = self.disk.root if self.disk is not None else b""
         self.root = Node(None, (b"", 0), [-1] * len(self.groups), root)
         self.owners: list[dict[int, Node]] = [{} for _ in self.groups]
         self._tip = [self.root] * len(self._noted)
@@ -140,19 +142,35 @@ class PrefixCache:
 
         identity: of the model from now on, whose pages on disk stay; without it, there is none on disk any more.
         """
-        if self._disk is not None:
-            self._disk.clear(identity)
+        if self.disk is not None:
+            self.disk.clear(identity)
         for group, owners in zip(self.groups, self.owners):
             for page in owners:
                 group.pool.forget(page)
         self.reset()
         self._noted.fill(NEVER)
 
+    def expect(self, request: Request) -> None:
+        """Begin to read from disk what a request that is queued needs."""
+        if self.disk is not None:
+            self.disk.expect(self, request)
+
+    def waits(self, request: Request) -> bool:
+        """Whether a request is known to wait for pages from disk."""
+        return self.disk is not None and self.disk.waits(request)
+
+    def ready(self, request: Request) -> bool:
+        """Whether nothing is on its way from disk any more that a waiting request would take."""
+        return self.disk is None or self.disk.ready(self, request)
+
+    def drop(self, request: Request) -> None:
+        """A request does not wait any more."""
+        if self.disk is not None:
+            self.disk.drop(request)
+
     def find(self, request: Request) -> Hit:
         """The longest start of a request that is cached; its last token never is."""
         self._expire()
-        if self._disk is not None:
-            self._disk.restore(self, request)
         nodes = self.walk(request)
         usable, known = self.reach([[page >= 0 for page in node.pages] for node in nodes])
         nodes = nodes[:usable]
@@ -202,8 +220,8 @@ class PrefixCache:
 
     def store(self, request: Request) -> None:
         """Write to disk what a request that ends leaves behind."""
-        if self._disk is not None and self._noted[request.seat] != NEVER:
-            self._disk.store(self, self._tip[request.seat], int(self._noted[request.seat]), request)
+        if self.disk is not None and self._noted[request.seat] != NEVER:
+            self.disk.store(self, self._tip[request.seat], int(self._noted[request.seat]), request)
 
     def leave(self, seat: int, *, failed: bool) -> None:
         """Note that a seat gives its pages back. failed: they may hold wrong rows, so forget them."""
@@ -214,8 +232,8 @@ class PrefixCache:
             for i, page in enumerate(list(node.pages)):
                 if page >= 0:
                     self._drop(i, page)
-                if self._disk is not None:
-                    self._disk.remove(node, i)
+                if self.disk is not None:
+                    self.disk.remove(node, i)
             node = above
 
     def reach(self, there: list[list[bool]]) -> tuple[int, int]:
@@ -235,7 +253,7 @@ class PrefixCache:
         """The node of a page after another, made if there is none."""
         found = node.children.get(key)
         if found is None:
-            digest = digest_of(node.digest, key) if self._disk is not None else b""
+            digest = digest_of(node.digest, key) if self.disk is not None else b""
             found = node.children[key] = Node(node, key, [-1] * len(self.groups), digest)
         return found
 

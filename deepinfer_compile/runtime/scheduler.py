@@ -6,7 +6,7 @@ When pages run out, the youngest running request loses its pages and its place a
 a request takes pages only from younger ones, and waits if there is none. So the oldest always advances, and since
 every accepted request fits into the caches alone, all of them end. A request that is admitted starts after the pages
 that it shares with others (`prefix.py`); it waits while the next one is about to be filled by another, which takes
-what the budget gives until then.
+what the budget gives until then. While pages of a request are on their way from disk, those behind it go first.
 
 The state of running requests is kept as arrays with one entry a seat, so that a step costs array operations and not a
 loop over requests.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -104,11 +105,15 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that fits into the caches when it is alone."""
         self.waiting.append(request)
+        if self.prefix is not None and not _scores(request):
+            self.prefix.expect(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is, and free what it holds."""
         if request.seat < 0:
             self.waiting.remove(request)
+            if self.prefix is not None:
+                self.prefix.drop(request)
             return
         if self.prefix is not None and request.error is None:
             self.prefix.store(request)
@@ -119,8 +124,7 @@ class Scheduler:
 
         Tables are final after this call; `advance` must follow when the step has run.
         """
-        admits = self.waiting and self._free
-        if self._kept is not None and not admits and self._is_steady(*self._kept):
+        if self._kept is not None and not self._admits() and self._is_steady(*self._kept):
             return self._kept[0]
         seats = self._running
         count = self._grant(seats)
@@ -192,7 +196,7 @@ class Scheduler:
         Its input ids are not known yet. None where it depends on more than the tokens: a request joined, left or has
         prompt to read, one that waits finds a seat, or pages have run out.
         """
-        if self._kept is None or (self.waiting and self._free):
+        if self._kept is None or self._admits():
             return None
         plan, steady = self._kept
         seats = plan.seats
@@ -258,9 +262,13 @@ class Scheduler:
         promised = [0] * len(self.pages.groups)
         new: list[int] = []
         grants: list[int] = []
-        while self.waiting and self._free:
-            request = self.waiting[0]
-            scores = request.unscored < len(request.prompt) - 1
+        at = 0
+        while at < min(len(self.waiting), self._seats) and self._free:
+            request = self.waiting[at]
+            if not self._ready(request):
+                at += 1
+                continue
+            scores = _scores(request)
             hit = self.prefix.find(request) if self.prefix is not None and not scores else None
             if hit and self.prefix and self.prefix.is_coming(request, hit, self._readers()):
                 break
@@ -269,7 +277,8 @@ class Scheduler:
                 break
             budget -= chunk
             scoring -= chunk if scores else 0
-            new.append(self._take_seat(self.waiting.popleft(), scores, hit))
+            del self.waiting[at]
+            new.append(self._take_seat(request, scores, hit))
             grants.append(chunk)
         if not new:
             return plan
@@ -278,6 +287,16 @@ class Scheduler:
             raise AssertionError("promised pages are gone")
         self._running = np.concatenate((self._running, joined))
         return Plan(np.concatenate((plan.seats, joined)), np.concatenate((plan.count, count)), new)
+
+    def _admits(self) -> bool:
+        """Whether a request that waits could be seated, but for pages."""
+        if not self._free or self.prefix is None:
+            return bool(self._free and self.waiting)
+        return not all(self.prefix.waits(request) for request in islice(self.waiting, self._seats))
+
+    def _ready(self, request: Request) -> bool:
+        """Whether a request waits for nothing from disk."""
+        return self.prefix is None or _scores(request) or self.prefix.ready(request)
 
     def _readers(self) -> list[Request]:
         """Requests whose prompts are read now as fast as the budget allows."""
@@ -295,6 +314,7 @@ class Scheduler:
         if request.cached is None:
             request.cached = hit.tokens if hit else 0
         if self.prefix is not None:
+            self.prefix.drop(request)
             self.prefix.join(seat, request, hit)
         return seat
 
@@ -347,6 +367,11 @@ class Scheduler:
             slot = group.table[seat, page].astype(np.int64) * PAGE_SIZE + offset
             metas.append(GroupMeta(torch.from_numpy(group.table[seats, :width]), torch.from_numpy(slot)))
         return tuple(metas)
+
+
+def _scores(request: Request) -> bool:
+    """Whether logits of a request's prompt are still wanted, so that all of it is computed."""
+    return request.unscored < len(request.prompt) - 1
 
 
 def _share(want: Ints, budget: int) -> Ints:

@@ -131,6 +131,7 @@ def test_a_new_process_finds_rows_on_disk(name: str, native: bool, llama: Path, 
     want = eager_tokens(model, prompt, COUNT)
     first = dc.load(bundle, native=native, prefix_cache_folder=tmp_path / "c", **SIZES)
     assert ask(first, [prompt])[::2] == ([want], [0])
+    assert first.close()
     assert fresh() == [want, 128, 0]
     if not native:
         return

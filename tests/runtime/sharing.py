@@ -31,6 +31,7 @@ def run(target: Engine, *prompts: list[int], params: SamplingParams = GREEDY) ->
     while target.alive:
         target.step()
         assert_pages(target)
+    assert target.flush(60)
     return requests
 
 

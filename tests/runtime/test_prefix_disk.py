@@ -280,6 +280,9 @@ def test_a_page_read_from_disk_is_found_although_its_place_was_a_branch(tmp_path
         cache._drop(0, one_lost.pages[0])
     pool.take(pool._unused)
     request = target.make("again", [*start, *two, 1], GREEDY)
+    assert not cache.ready(request)
+    assert target.flush(60)
+    assert cache.ready(request)
     assert cache.find(request).tokens == 2 * PAGE_SIZE
     assert target.prefix_stats.restored == 2
     assert_tree(cache)
