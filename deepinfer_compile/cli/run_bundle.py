@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MOST_REQUESTS = 64
 """Requests that run at once; more wait."""
+RETENTION_HELP = "Class of the prompts, by which rows in that folder are kept; default: chat."
+KEEP_HELP = "Days a class is kept there after its last use; chat=7 and agent=3 unless given; may be repeated."
 FILE_HELP = "Prompt from a file (- is stdin); *.json and *.jsonl hold text, ids or chat messages, one prompt a line."
 
 
@@ -55,6 +57,9 @@ def run(
     graph_only: Annotated[bool, typer.Option("--graph-only", help="Load no native code (slow).")] = False,
     max_model_len: Annotated[int | None, typer.Option(help="Longest context of this run.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Model folder, for a bundle without its weights.")] = None,
+    prefix_cache_folder: Annotated[Path | None, typer.Option(help="Keeps cache rows for other runs.")] = None,
+    retention: Annotated[str | None, typer.Option(help=RETENTION_HELP)] = None,
+    keep_days: Annotated[list[str] | None, typer.Option(metavar="CLASS=DAYS", help=KEEP_HELP)] = None,
     full_check: Annotated[bool, typer.Option("--full-check", help="Verify weight data before loading.")] = False,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
@@ -68,17 +73,33 @@ def run(
         "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
         "min_p": min_p, "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty, "seed": seed, "n": n, "stop": stop, "stop_token_ids": stop_id,
-        "ignore_eos": ignore_eos or None,
+        "ignore_eos": ignore_eos or None, "retention": retention,
     }  # fmt: skip
     params = prompts.parameters(named, tokenizer.get("generation_config", {}))
     answers = Answers(show=stream and not as_json, lines=stream and as_json, plain_ids=not tokenizer)
     if answers.show and len(given) * params.n > 1:
         raise usage("--stream", True, "the pieces of several completions would mix", "add --json, or leave it out")
-    options = {"target": target, "native": not graph_only, "max_model_len": max_model_len, "checkpoint": checkpoint}
+    options = {
+        "target": target, "native": not graph_only, "max_model_len": max_model_len, "checkpoint": checkpoint,
+        "prefix_cache_folder": prefix_cache_folder, "prefix_cache_retention": _seconds(keep_days),
+    }  # fmt: skip
     llm, loaded = _load(bundle, len(given) * params.n, full_check, options)
     answers.collect(llm, given, params)
     answers.finish(as_json, loaded)
+    llm.close()
     stderr().print(f"loaded in {loaded:.2f} s; {answers.timing()}; {prompts.in_words(params)}; {llm.engine.caches}")
+
+
+def _seconds(keep_days: list[str] | None) -> dict[str, float]:
+    """Seconds by class."""
+    found = {}
+    for text in keep_days or ():
+        name, _, days = text.partition("=")
+        try:
+            found[name] = float(days) * 86400
+        except ValueError:
+            raise usage("--keep-days", text, "it is not CLASS=DAYS", "write it as agent=3") from None
+    return found
 
 
 def _load(bundle: Path, requests: int, full_check: bool, options: dict[str, Any]) -> tuple[LLM, float]:

@@ -29,6 +29,7 @@ QUEUED = 1 << 30
 """Bytes that may wait to be written; the page that crosses this is the last one taken."""
 EXIT_SECONDS = 5.0
 """How long the interpreter's exit waits for what is queued."""
+HOUR = 3600.0
 SILENCE = 30.0
 """Seconds without a page after which a disk that is read counts as failed."""
 
@@ -68,7 +69,7 @@ class DiskThread:
         self._lock = threading.Lock()
         self._waiting: dict[Page, Mapping[str, Tensor]] = {}
         self._bytes = 0
-        self._gone: dict[Page, int] = {}
+        self._gone: dict[bytes, int] = {}
         self._live: set[Reading] = set()
         self._reads: deque[Job] = deque()
         self._jobs: deque[Job | None] = deque()
@@ -94,10 +95,10 @@ class DiskThread:
             if self.off:
                 return False
             page = digest, group
-            return page in self._waiting or (page not in self._gone and self._disk.has(digest, group))
+            return page in self._waiting or (digest not in self._gone and self._disk.has(digest, group))
 
-    def write(self, digest: bytes, group: int, rows: Mapping[str, Tensor]) -> None:
-        """Keep a page, whose tensors nobody changes any more; drop it where the queue is full."""
+    def write(self, digest: bytes, group: int, rows: Mapping[str, Tensor], parent: bytes, until: float) -> None:
+        """Keep a page, whose tensors nobody changes any more, see `DiskPages`; drop it where the queue is full."""
         if self.off:
             return
         if self.full:
@@ -107,28 +108,34 @@ class DiskThread:
         with self._lock:
             self._waiting[page] = rows
             self._bytes += size
-        self._post(lambda: self._write(page, rows, size))
+        self._post(lambda: self._write(page, rows, size, parent, until))
 
-    def read(self, pages: Sequence[Page]) -> Reading:
-        """Begin to read pages."""
+    def touch(self, digests: Sequence[bytes], until: float) -> None:
+        """Pages are used now, and kept until then if not longer."""
+        self._post(lambda: self._disk.touch(digests, until))
+
+    def trim(self, digest: bytes) -> None:
+        """Delete a page, and those above it, that no request can start after."""
+        self._post(lambda: self._disk.trim(digest))
+
+    def read(self, pages: Sequence[Page], until: float) -> Reading:
+        """Begin to read pages, which are kept until then if not longer."""
         reading = Reading(pages, size=sum(self._disk.size_of(*page) for page in pages))
         if self.off or not pages:
             reading.done = True
             return reading
         self._live.add(reading)
-        self._reads.append(lambda: self._read(reading))
+        self._reads.append(lambda: self._read(reading, until))
         self._start()
         return reading
 
-    def discard(self, digest: bytes, group: int, *, damaged: bool) -> None:
-        """Delete a page. From now on it is not there, for readings under way either. damaged: it was of no use."""
-        page = digest, group
-        with self._lock:
-            self._waiting.pop(page, None)
-            self._gone[page] = self._gone.get(page, 0) + 1
-            for reading in self._live:
-                reading.rows.pop(page, None)
-        self._post(lambda: self._discard(page, damaged))
+    def remove(self, digest: bytes) -> None:
+        """Delete a page in all groups, and all that hang on it."""
+        self._leave(digest, lambda: self._disk.remove(digest))
+
+    def discard(self, digest: bytes, group: int) -> None:
+        """Delete a page that could not be used."""
+        self._leave(digest, lambda: self._disk.discard(digest, group))
 
     def empty(self) -> None:
         """Write nothing of what waits, and finish no reading."""
@@ -212,6 +219,27 @@ class DiskThread:
         """End a `wait`. From any thread, also inside the garbage collector."""
         self._news.put(None)
 
+    def _leave(self, digest: bytes, job: Job) -> None:
+        """Do a job after which a page is not there. Nor is it from now on, for readings under way either."""
+        with self._lock:
+            for page in [page for page in self._waiting if page[0] == digest]:
+                del self._waiting[page]
+            self._gone[digest] = self._gone.get(digest, 0) + 1
+            for reading in self._live:
+                for page in [page for page in reading.pages if page[0] == digest]:
+                    reading.rows.pop(page, None)
+
+        def leave() -> None:
+            try:
+                job()
+            finally:
+                with self._lock:
+                    self._gone[digest] -= 1
+                    if not self._gone[digest]:
+                        del self._gone[digest]
+
+        self._post(leave)
+
     def _post(self, job: Job) -> None:
         if not self._closed:
             self._jobs.append(job)
@@ -229,7 +257,10 @@ class DiskThread:
     def _run(self) -> None:
         """Do jobs until there is an end among them."""
         while True:
-            self._tokens.get()
+            try:
+                self._tokens.get(timeout=self._pause())
+            except queue.Empty:
+                continue
             job = self._reads.popleft() if self._reads else self._jobs.popleft()
             if job is None:
                 return
@@ -240,24 +271,29 @@ class DiskThread:
             if self._disk.failures:
                 self.off = True
 
-    def _write(self, page: Page, rows: Mapping[str, Tensor], size: int) -> None:
+    def _pause(self) -> float:
+        """Delete what is kept no more; how long to wait for a job before there may be more of it."""
+        left = self._disk.expire() if not self.off else HOUR
+        return min(max(left, 1.0), HOUR)
+
+    def _write(self, page: Page, rows: Mapping[str, Tensor], size: int, parent: bytes, until: float) -> None:
         try:
             with self._lock:
                 wanted = self._waiting.get(page) is rows and not self.off
             if wanted:
-                self._disk.write(*page, rows)
+                self._disk.write(*page, rows, parent, until)
         finally:
             with self._lock:
                 self._bytes -= size
                 if self._waiting.get(page) is rows:
                     del self._waiting[page]
 
-    def _read(self, reading: Reading) -> None:
+    def _read(self, reading: Reading, until: float) -> None:
         try:
             for page in reading.pages:
                 if reading.dropped or self.off:
                     break
-                self._read_page(reading, page)
+                self._read_page(reading, page, until)
                 reading.heard = time.perf_counter()
                 if self._disk.failures:
                     break
@@ -266,25 +302,16 @@ class DiskThread:
             reading.done = True
             self._news.put(None)
 
-    def _read_page(self, reading: Reading, page: Page) -> None:
+    def _read_page(self, reading: Reading, page: Page, until: float) -> None:
         with self._lock:
-            waiting, gone = self._waiting.get(page), page in self._gone
+            waiting, gone = self._waiting.get(page), page[0] in self._gone
         if waiting is not None:
             rows: dict[str, Tensor] | None = dict(waiting)
         else:
-            rows = None if gone else self._disk.read(*page)
+            rows = None if gone else self._disk.read(*page, until)
         with self._lock:
-            if rows is not None and page not in self._gone:
+            if rows is not None and page[0] not in self._gone:
                 reading.rows[page] = rows
-
-    def _discard(self, page: Page, damaged: bool) -> None:
-        try:
-            (self._disk.discard if damaged else self._disk.remove)(*page)
-        finally:
-            with self._lock:
-                self._gone[page] -= 1
-                if not self._gone[page]:
-                    del self._gone[page]
 
 
 _LIVE: weakref.WeakSet[DiskThread] = weakref.WeakSet()

@@ -64,6 +64,7 @@ class Engine:
         )
         prefix = self.scheduler.prefix
         self._disk = prefix.disk if prefix is not None else None
+        self._classes = frozenset(options.retention)
         self._executor = executor
         self._sampler = Sampler(seats, executor.draw)
         self._eos = frozenset(int(token) for token in eos_token_ids)
@@ -269,6 +270,10 @@ class Engine:
                 fix = "use the tokenizer of this model"
                 reason = f"{name} holds {wrong}, the vocabulary has {vocab} ids"
                 raise BadRequest(request=request_id, reason=reason, fix=fix)
+        if params.retention not in self._classes:
+            reason, known = f"its class {params.retention!r} is not known", ", ".join(sorted(self._classes))
+            fix = f"use one of {known}, or name it in prefix_cache_retention"
+            raise BadRequest(request=request_id, reason=reason, fix=fix)
 
     def _score_prompts(self, batch: Batch, logits: Tensor) -> None:
         """Fill prompt_logprobs from the rows of this step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -47,6 +47,7 @@ class LLM:
         prefix_cache_ttl: float = 180.0,
         prefix_cache_folder: str | Path | None = None,
         prefix_cache_bytes: int = 16 << 30,
+        prefix_cache_retention: Mapping[str, float] | None = None,
         eos_token_ids: tuple[int, ...] = (),
         default_params: SamplingParams | None = None,
     ) -> None:
@@ -59,6 +60,7 @@ class LLM:
             prefix_cache_ttl=prefix_cache_ttl,
             prefix_cache_folder=prefix_cache_folder,
             prefix_cache_bytes=prefix_cache_bytes,
+            prefix_cache_retention=prefix_cache_retention,
         )
         known = text.eos_token_ids if text is not None else ()
         self.engine = Engine(executor, options, eos_token_ids=(*eos_token_ids, *known))

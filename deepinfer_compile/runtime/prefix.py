@@ -48,7 +48,8 @@ class PrefixStats:
     others. expired: pages idle for too long. cached: idle pages with rows now, a number per cache group.
     restored: pages taken from disk. damaged: files there that could not be used. disk_dropped: pages that were not
     written because too many waited for it. disk_failures: pages that could not be read, written or deleted; the disk
-    is not used after the first. disk_pages, disk_bytes: files there now.
+    is not used after the first. disk_evictions, disk_expired: files deleted for their place, and because none of their
+    users needs them any more. disk_pages, disk_bytes: files there now.
     """
 
     queries: int = 0
@@ -63,6 +64,8 @@ class PrefixStats:
     damaged: int = 0
     disk_dropped: int = 0
     disk_failures: int = 0
+    disk_evictions: int = 0
+    disk_expired: int = 0
     disk_pages: int = 0
     disk_bytes: int = 0
 
@@ -225,16 +228,31 @@ class PrefixCache:
 
     def leave(self, seat: int, *, failed: bool) -> None:
         """Note that a seat gives its pages back. failed: they may hold wrong rows, so forget them."""
-        node: Node | None = self._tip[seat]
+        node, above = self._tip[seat], list[Node]()
+        while node.parent is not None:
+            above.append(node)
+            node = node.parent
         self._move(seat, self.root, 0)
-        while failed and node is not None:
-            above = node.parent
+        if not failed or not above:
+            return
+        if self.disk is not None:
+            for node in reversed(above):
+                self.disk.remove(node)
+        self._forget_below(above[-1])
+
+    def _forget_below(self, top: Node) -> None:
+        """Forget the rows of a node and of all below it; what running requests hold of them is not reused."""
+        nodes = [top]
+        for node in nodes:
+            nodes += node.children.values()
+        below = set(map(id, nodes))
+        for seat, tip in enumerate(self._tip):
+            if id(tip) in below:
+                self._move(seat, self.root, NEVER)
+        for node in nodes:
             for i, page in enumerate(list(node.pages)):
                 if page >= 0:
                     self._drop(i, page)
-                if self.disk is not None:
-                    self.disk.remove(node, i)
-            node = above
 
     def reach(self, there: list[list[bool]]) -> tuple[int, int]:
         """How many pages a hit has, and how many the groups with whole contexts have. there: by page and group."""

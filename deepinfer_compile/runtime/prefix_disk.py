@@ -8,7 +8,7 @@ a page.
 
 Of a window only the pages are written that a request needs which goes on after the prompt or after the answer, so with
 windows a hit from disk ends at one of these. Pages are written from the start of a request on, and none after one that
-was not: it would be of no use.
+was not: it would be of no use. What a request used is kept as long as its class says, from its end on.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ class Rows(Protocol):
 
 
 class DiskTier:
-    """Moves pages between the pools and a folder. rows: gets and puts what pages hold."""
+    """Moves pages between the pools and a folder. rows: gets and puts what pages hold. keep: by the class of a request,
+    seconds that its pages are kept there after their last use; those of a class with 0 are not written."""
 
-    def __init__(self, disk: DiskPages, rows: Rows) -> None:
-        self._disk, self._rows = disk, rows
+    def __init__(self, disk: DiskPages, rows: Rows, keep: Mapping[str, float]) -> None:
+        self._disk, self._rows, self._keep = disk, rows, keep
         self.work = DiskThread(disk)
         self._restored = 0
         self._readings: dict[Request, list[Reading]] = {}
@@ -78,6 +79,8 @@ class DiskTier:
             damaged=disk.damaged,
             disk_dropped=self.work.dropped,
             disk_failures=disk.failures,
+            disk_evictions=disk.evictions,
+            disk_expired=disk.expired,
             disk_pages=len(disk),
             disk_bytes=disk.size,
         )
@@ -92,15 +95,20 @@ class DiskTier:
         if not self.work.call(change, PATIENCE):
             self.work.give_up()
 
-    def remove(self, node: Node, group: int) -> None:
-        """Delete a page if it is there."""
-        self.work.discard(node.digest, group, damaged=False)
+    def remove(self, node: Node) -> None:
+        """Delete a page if it is there, and all that hang on it."""
+        self.work.remove(node.digest)
 
     def store(self, tree: PrefixCache, node: Node, count: int, request: Request) -> None:
         """Write the pages up to a request's newest full one, its `count`th, which is `node`'s."""
         self.work.check()
+        if self.work.off or self._keep[request.params.retention] <= 0:
+            return
+        until = self._until(request)
         ends = (count, min(count, (len(request.prompt) - 1) // PAGE_SIZE))
-        path = _path(node)
+        linked = any(group.reach is None for group in tree.groups)
+        path, above = _path(node), b""
+        self.work.touch([one.digest for one in reversed(path)], until)  # ends go before what they hang on
         for page, one in enumerate(path):
             for i, group in enumerate(tree.groups):
                 needed = any(group.first(end * PAGE_SIZE) <= page < end for end in ends)
@@ -108,8 +116,14 @@ class DiskTier:
                     continue
                 if self.work.full:
                     self.work.dropped += count - page
+                    self.work.trim(one.digest if i else above)
                     return
-                self.work.write(one.digest, i, self._rows.read_page(i, one.pages[i]))
+                self.work.write(one.digest, i, self._rows.read_page(i, one.pages[i]), above, until)
+            above = one.digest if linked else b""
+
+    def _until(self, request: Request) -> float:
+        """Until when the pages of a request are kept, if it is used now."""
+        return self._disk.clock() + self._keep[request.params.retention]
 
     def expect(self, tree: PrefixCache, request: Request) -> None:
         """Begin to read what a request that is queued needs from disk, if there is room for it in memory."""
@@ -166,7 +180,7 @@ class DiskTier:
     def _begin(self, request: Request, pages: list[Page]) -> None:
         self._hungry.discard(request)
         if pages:
-            self._readings.setdefault(request, []).append(self.work.read(pages))
+            self._readings.setdefault(request, []).append(self.work.read(pages, self._until(request)))
 
     def _missing(
         self, tree: PrefixCache, request: Request, has: Callable[[Page], bool]
@@ -233,7 +247,7 @@ class DiskTier:
         """Put a node's page of one group into a place of the pool; False where it is of no use, and there no more."""
         if not self._rows.write_page(page[1], place, came[page]):
             del came[page]
-            self.work.discard(*page, damaged=True)
+            self.work.discard(*page)
             return False
         tree.own(node, page[1], place)
         self._restored += 1

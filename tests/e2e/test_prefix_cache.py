@@ -135,7 +135,7 @@ def test_a_new_process_finds_rows_on_disk(name: str, native: bool, llama: Path, 
     assert fresh() == [want, 128, 0]
     if not native:
         return
-    for file in (tmp_path / "c").glob("*/*.0.safetensors"):
+    for file in (tmp_path / "c").glob("*/*.0.*safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
     found, cached, damaged = fresh()
     assert (found, cached, damaged > 0) == (want, 0, True)

@@ -22,6 +22,7 @@ from tests.runtime.fakes import FULL, WIDE, HashExecutor
 from tests.runtime.sharing import GREEDY, PLENTY, assert_pages, assert_right, engine, ids, run
 
 NAME = b"n" * 32
+LATER = 1e11
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 
 
@@ -257,13 +258,13 @@ def test_a_page_that_is_discarded_while_it_is_read_or_waits_is_not_there(tmp_pat
     work = DiskThread(disk)
     disk.write(NAME, 0, rows(0))
     disk.reads.clear()
-    reading = work.read([(NAME, 0)])
+    reading = work.read([(NAME, 0)], 0.0)
     assert work.has(NAME, 0)
     disk.entered.clear()
-    work.discard(NAME, 0, damaged=False)
+    work.remove(NAME)
     assert not work.has(NAME, 0)
-    late = work.read([(NAME, 0)])
-    work.write(NAME, 0, rows(1))  # computed anew
+    late = work.read([(NAME, 0)], 0.0)
+    work.write(NAME, 0, rows(1), b"", LATER)  # computed anew
     assert work.has(NAME, 0)
     disk.reads.set()
     assert work.flush(60)
@@ -272,8 +273,8 @@ def test_a_page_that_is_discarded_while_it_is_read_or_waits_is_not_there(tmp_pat
     assert late.done
     assert torch.equal(disk.read(NAME, 0)["a"], rows(1)["a"])
     disk.writes.clear()
-    work.write(NAME, 1, rows(2))
-    work.discard(NAME, 1, damaged=False)
+    work.write(NAME, 1, rows(2), b"", LATER)
+    work.remove(NAME)
     disk.writes.set()
     assert work.flush(60)
     assert not disk.has(NAME, 1)
@@ -286,7 +287,7 @@ def test_close_keeps_to_its_limit_and_may_come_again(tmp_path):
     work = DiskThread(disk)
     disk.writes.clear()
     for i in range(3):
-        work.write(NAME, i, rows(i))
+        work.write(NAME, i, rows(i), b"", LATER)
     assert disk.entered.wait(60)
     assert not work.close(0.01)
     assert work.dropped == 3
@@ -294,7 +295,7 @@ def test_close_keeps_to_its_limit_and_may_come_again(tmp_path):
     assert work.close(60)
     assert work.dropped == 3
     work._thread.join(60)
-    work.write(NAME, 5, rows(5))
+    work.write(NAME, 5, rows(5), b"", LATER)
     assert not work.has(NAME, 0)
     assert (len(disk), work.queued) == (1, 0)
     assert DiskThread(disk).close(0)
@@ -351,7 +352,7 @@ started = threading.Event()
 disk_thread.EXIT_SECONDS = 0.2 if sys.argv[2] == "stuck" else 60
 work = disk_thread.DiskThread(Stuck(Path(sys.argv[1]), "m", 10**7))
 for i in range(20):
-    work.write(b"n" * 32, i, {"a": torch.full((64, 4), float(i))})
+    work.write(b"n" * 32, i, {"a": torch.full((64, 4), float(i))}, b"", 1e11)
 assert started.wait(60)
 print("end")
 """
