@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ import typer
 from deepinfer_compile.cli import prompts
 from deepinfer_compile.cli.boundary import guarded, print_json, usage
 from deepinfer_compile.cli.build_bundle import JSON_OPTION
-from deepinfer_compile.cli.show import plural, stderr
+from deepinfer_compile.cli.show import plural, size, stderr
 
 if TYPE_CHECKING:
     from deepinfer_compile.runtime.llm import LLM
@@ -128,7 +128,8 @@ class Answer:
 @dataclass
 class Answers:
     """All completions of one run. show: print text as it comes. lines: print pieces as JSON lines. plain_ids: the
-    model has no tokenizer, so ids are the text. reused: tokens not computed because their cache rows were there."""
+    model has no tokenizer, so ids are the text. reused: tokens not computed because their cache rows were there. waits:
+    for each prompt, what its first token waited for."""
 
     show: bool
     lines: bool
@@ -137,6 +138,7 @@ class Answers:
     first: float = 0.0
     seconds: float = 0.0
     reused: int = 0
+    waits: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def collect(self, llm: LLM, given: list[Any], params: SamplingParams) -> None:
         """Run the prompts. An interruption cancels what is left."""
@@ -162,6 +164,8 @@ class Answers:
             answer.text += text
             answer.token_ids += piece.token_ids
             answer.finish_reason, answer.stop_reason = piece.finish_reason, piece.stop_reason
+            if item.metrics is not None:
+                self.waits[prompt] = asdict(item.metrics)
             if self.show:
                 print(text, end="", flush=True)
             elif self.lines:
@@ -198,7 +202,18 @@ class Answers:
         rate = self.rate()
         words = f"{plural(self.tokens(), 'token')} in {self.seconds:.2f} s, the first after {self.first:.2f} s"
         words += f", then {rate:.1f} tokens/s" if rate is not None else ""
-        return words + (f", {plural(self.reused, 'token')} shared" if self.reused else "")
+        return words + (f", {plural(self.reused, 'token')} shared" if self.reused else "") + self._first_token()
+
+    def _first_token(self) -> str:
+        """Where the first token's time went, where there is one prompt; more than one wait for each other."""
+        if len(self.waits) != 1:
+            return ""
+        (one,) = self.waits.values()
+        words = f"; the first: {one['queued'] * 1e3:.1f} ms queued, {one['index'] * 1e3:.1f} ms lookup"
+        if one["disk_bytes"]:
+            rows = plural(int(one["disk_rows"]), "row")
+            words += f", {one['transfer'] * 1e3:.1f} ms for {rows} ({size(one['disk_bytes'])}) from disk"
+        return words + f", {one['recompute'] * 1e3:.1f} ms to compute {plural(int(one['recomputed_rows']), 'row')}"
 
     def as_json(self) -> dict[str, Any]:
         """Everything as plain data."""
@@ -209,6 +224,7 @@ class Answers:
             "reused_tokens": self.reused,
             "seconds": round(self.seconds, 4),
             "first_seconds": round(self.first, 4),
+            "first_tokens": [self.waits[prompt] for prompt in sorted(self.waits)],
             "tokens_per_second": None if rate is None else round(rate, 2),
         }
 

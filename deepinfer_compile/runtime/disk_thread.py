@@ -40,15 +40,18 @@ Job = Callable[[], None]
 
 @dataclass(eq=False)
 class Reading:
-    """Pages on their way from disk. rows: what came of them, by name. size: bytes of their files, as planned. seconds:
-    from the order to the last page. dropped: nobody waits for the rest. heard: when the last page came."""
+    """Pages on their way from disk.
+
+    size: bytes of their files, as planned. began: when it was ordered. rows: what came, by page. seconds: until the
+    last page. dropped: nobody waits for the rest. heard: when the last page came.
+    """
 
     pages: Sequence[Page]
-    size: int = 0
+    size: int
+    began: float
     rows: dict[Page, dict[str, Tensor]] = field(default_factory=dict)
     done: bool = False
     dropped: bool = False
-    began: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -120,7 +123,7 @@ class DiskThread:
 
     def read(self, pages: Sequence[Page], until: float) -> Reading:
         """Begin to read pages, which are kept until then if not longer."""
-        reading = Reading(pages, size=sum(self._disk.size_of(*page) for page in pages))
+        reading = Reading(pages, sum(self._disk.size_of(*page) for page in pages), time.perf_counter())
         if self.off or not pages:
             reading.done = True
             return reading

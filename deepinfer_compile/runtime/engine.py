@@ -7,6 +7,7 @@ they only leave a note that the next step takes up.
 from __future__ import annotations
 
 import secrets
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
@@ -22,7 +23,7 @@ from deepinfer_compile.runtime.outputs import FinishReason
 from deepinfer_compile.runtime.pages import Ints, Pages, caches_in_words, plan_pages
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.prefix import PrefixStats
-from deepinfer_compile.runtime.request import Request
+from deepinfer_compile.runtime.request import Request, Timing
 from deepinfer_compile.runtime.sampling import Sampler, score
 from deepinfer_compile.runtime.scheduler import Batch, Scheduler
 from deepinfer_compile.runtime.stops import TextState
@@ -135,6 +136,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request made by `make`. From any thread."""
+        if self.scheduler.prefix is not None:
+            request.timing = Timing(time.perf_counter())
         self._arrived.append(request)
         self._wake()
 
@@ -312,6 +315,8 @@ class Engine:
             return
         request.output_ids.append(token)
         count, params = len(request.output_ids), request.params
+        if count == 1 and request.timing is not None:
+            request.timing.first = time.perf_counter()
         enough = count > params.min_tokens
         if enough and token in request.end_ids:
             shown = count if params.include_stop_str_in_output else count - 1

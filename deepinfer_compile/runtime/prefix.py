@@ -20,6 +20,7 @@ when a prompt is read in other chunks or beside other requests, which is by roun
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.pages import Ints, Pages
-from deepinfer_compile.runtime.prefix_disk import DiskTier, digest_of
+from deepinfer_compile.runtime.prefix_disk import DiskTier, Taken, digest_of
 from deepinfer_compile.runtime.request import Request
 
 Key = tuple[bytes, int]
@@ -173,6 +174,7 @@ class PrefixCache:
 
     def find(self, request: Request) -> Hit:
         """The longest start of a request that is cached; its last token never is."""
+        begin = time.perf_counter()
         self._expire()
         nodes = self.walk(request)
         usable, known = self.reach([[page >= 0 for page in node.pages] for node in nodes])
@@ -181,6 +183,8 @@ class PrefixCache:
             np.array([node.pages[i] for node in nodes[group.first(usable * PAGE_SIZE) :]], dtype=np.int32)
             for i, group in enumerate(self.groups)
         ]
+        if request.timing is not None:
+            request.timing.spent(time.perf_counter() - begin)
         return Hit(nodes, pages, known)
 
     def is_coming(self, request: Request, hit: Hit, others: Iterable[Request]) -> bool:
@@ -196,6 +200,9 @@ class PrefixCache:
 
     def join(self, seat: int, request: Request, hit: Hit | None) -> None:
         """Give a request that takes an empty seat the pages of a hit (None: it did not look for any)."""
+        self._note_rows(request, hit)
+        if self.disk is not None:
+            self.disk.drop(request)
         self._tip[seat], self._noted[seat] = self.root, 0
         if hit is None:
             return
@@ -209,6 +216,25 @@ class PrefixCache:
         for group, pages in zip(self.groups, hit.pages):
             group.adopt(seat, group.first(hit.tokens), pages)
         self._move(seat, hit.nodes[-1], len(hit.nodes))
+
+    def _note_rows(self, request: Request, hit: Hit | None) -> None:
+        """Note where the rows before a request's first token come from."""
+        timing = request.timing
+        if timing is None or timing.first:
+            return
+        nodes = hit.nodes if hit is not None else []
+        taken = self.disk.taken(request) if self.disk is not None else Taken(0)
+        timing.ram_rows = PAGE_SIZE * (min(taken.before, len(nodes)) if taken.sizes else len(nodes))
+        timing.disk_rows = PAGE_SIZE * len(nodes) - timing.ram_rows
+        timing.ram_bytes = sum(
+            group.bytes_per_page
+            for i, group in enumerate(self.groups)
+            for node in nodes[group.first(len(nodes) * PAGE_SIZE) :]
+            if (node.digest, i) not in taken.sizes
+        )
+        timing.disk_bytes = sum(taken.sizes.values())
+        timing.recomputed_rows = request.length - len(nodes) * PAGE_SIZE
+        timing.seated = time.perf_counter()
 
     def note(self, seats: Ints, done: Ints, request: Callable[[int], Request]) -> bool:
         """Add what has become full. done: written rows of each seat. Whether a table changed."""

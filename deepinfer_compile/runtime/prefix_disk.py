@@ -14,9 +14,10 @@ was not: it would be of no use. What a request used is kept as long as its class
 from __future__ import annotations
 
 import hashlib
+import time
 import weakref
 from collections.abc import Callable, Container, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -47,6 +48,15 @@ class Rows(Protocol):
     def write_page(self, group: int, page: int, rows: Mapping[str, Tensor]) -> bool: ...
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What a request got from disk. before: pages of the hit that it would have had without. sizes: bytes of the rows
+    of each page that was read."""
+
+    before: int
+    sizes: dict[Page, int] = field(default_factory=dict)
+
+
 class DiskTier:
     """Moves pages between the pools and a folder. rows: gets and puts what pages hold. keep: by the class of a request,
     seconds that its pages are kept there after their last use; those of a class with 0 are not written."""
@@ -57,7 +67,7 @@ class DiskTier:
         self._restored = 0
         self._readings: dict[Request, list[Reading]] = {}
         self._hungry: set[Request] = set()
-        self._settled: set[Request] = set()
+        self._settled: dict[Request, Taken] = {}
         weakref.finalize(self, self.work.end).atexit = False
 
     @property
@@ -157,14 +167,21 @@ class DiskTier:
                 self._hungry.add(request)
             return False
         self.drop(request)
-        self._settled.add(request)
+        self._settled[request] = Taken(self._usable(tree, request) if came else 0)
+        begin = time.perf_counter()
         while came and not self._install(tree, request, came):
             pass
+        if readings and request.timing is not None:
+            request.timing.spent(0.0, time.perf_counter() - begin + sum(held.seconds for held in readings))
         return True
+
+    def taken(self, request: Request) -> Taken:
+        """What was read for a request that waits."""
+        return self._settled.get(request) or Taken(0)
 
     def drop(self, request: Request) -> None:
         """A request does not wait any more."""
-        self._settled.discard(request)
+        self._settled.pop(request, None)
         self._hungry.discard(request)
         for held in self._readings.pop(request, []):
             self.work.drop(held)
@@ -172,9 +189,16 @@ class DiskTier:
     def _staged(self) -> int:
         return sum(held.size for readings in self._readings.values() for held in readings)
 
+    def _usable(self, tree: PrefixCache, request: Request) -> int:
+        """Pages of the hit that the pools make."""
+        return tree.reach([[page >= 0 for page in node.pages] for node in tree.walk(request)])[0]
+
     def _lacking(self, tree: PrefixCache, request: Request, came: Container[Page]) -> list[Page]:
         """What of a longer hit is on disk, beside what came from there."""
+        begin = time.perf_counter()
         missing = self._missing(tree, request, lambda page: page in came or self.work.has(*page))[1]
+        if request.timing is not None:
+            request.timing.spent(time.perf_counter() - begin)
         return [page for pages in missing for page in pages.values() if page not in came]
 
     def _begin(self, request: Request, pages: list[Page]) -> None:
@@ -210,7 +234,7 @@ class DiskTier:
         for group, pages in zip(tree.groups, held):
             group.pool.share(pages)
         fits = all(len(missing) <= group.pool.free for group, missing in zip(tree.groups, wanted))
-        done = not fits or self._fill(tree, keys, wanted, came)
+        done = not fits or self._fill(tree, keys, wanted, came, self._settled[request].sizes)
         for group, pages in zip(tree.groups, held):
             group.pool.give(pages)
         return done
@@ -221,8 +245,10 @@ class DiskTier:
         keys: list[Key],
         wanted: list[dict[int, Page]],
         came: dict[Page, dict[str, Tensor]],
+        sizes: dict[Page, int],
     ) -> bool:
-        """Fill the wanted pages of each group, which are idle afterwards; False at the first that fails.
+        """Fill the wanted pages of each group, which are idle afterwards, and note their sizes; False at the first that
+        fails.
 
         All are taken before a node is made: to take one may prune nodes that no page or request keeps in the tree.
         """
@@ -234,6 +260,8 @@ class DiskTier:
             for i in range(len(tree.groups)):
                 page = wanted[i].get(number)
                 whole = whole and (page is None or self._fill_page(tree, node, page, next(left[i]), came))
+                if whole and page is not None:
+                    sizes[page] = sum(held.nbytes for held in came[page].values())
             if not whole:
                 break
         for group, pages in zip(tree.groups, taken):

@@ -314,7 +314,6 @@ class Scheduler:
         if request.cached is None:
             request.cached = hit.tokens if hit else 0
         if self.prefix is not None:
-            self.prefix.drop(request)
             self.prefix.join(seat, request, hit)
         return seat
 

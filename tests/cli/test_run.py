@@ -67,6 +67,8 @@ def test_another_run_finds_rows_on_disk(cli: Run, toy: Toy, tmp_path: Path) -> N
     assert not list(folder.glob("*/*.safetensors"))
     found = [document(cli(*base, "--keep-days", "batch=1", "--retention", "batch")) for _ in range(2)]
     assert [one["reused_tokens"] for one in found] == [0, 64]
+    assert [one["first_tokens"][0]["disk_rows"] for one in found] == [0, 64]
+    assert "for 64 rows (" in cli(*base, "--retention", "agent").stderr
     assert found[0]["outputs"][0]["token_ids"] == found[1]["outputs"][0]["token_ids"] == toy.greedy(ids, 2)
     for wrong in (("--keep-days", "batch"), ("--keep-days", "batch=-1"), ("--retention", "batch")):
         assert cli(*base, *wrong).exit_code != 0
