@@ -19,7 +19,6 @@ said; checksums detect damage, not malice.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -30,10 +29,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from deepinfer_compile.errors import BadOption
+from deepinfer_compile.bundle.safetensors_io import FILE_DTYPES, parse_header
+from deepinfer_compile.errors import BadOption, BadWeightFile
 from deepinfer_compile.runtime.disk_index import DiskIndex, Entry, Found
 
 NAMES = re.compile(
@@ -109,16 +109,16 @@ class DiskPages:
         entry = self._index.get(key)
         if entry is None or group not in entry.sizes:
             return None
+        path = self.folder / _name(key, group, entry.parent)
         try:
-            # not mapped: a disk that fails would end the process
-            content = (self.folder / _name(key, group, entry.parent)).read_bytes()
+            content = _content(path, entry.sizes[group])
         except FileNotFoundError:
             self._lose(key, group)
             return None
         except OSError as error:
             self._fail(error)
             return None
-        rows = _tensors(content, digest)
+        rows = _tensors(content, digest, path.name)
         if rows is None:
             self.discard(digest, group)
             return None
@@ -306,15 +306,30 @@ def _name(key: str, group: int, parent: str) -> str:
     return f"{key}.{group}{'.' if parent else ''}{parent[33:49]}.safetensors"
 
 
-def _tensors(content: bytes, digest: bytes) -> dict[str, Tensor] | None:
-    """What a page's file holds; None where it is damaged, or another page's."""
+def _content(path: Path, size: int) -> Tensor:
+    """The bytes of a file, u8, one more than its size at most. Not mapped: a disk that fails would end the process."""
+    with path.open("rb", buffering=0) as file:
+        content = torch.empty(size + 1, dtype=torch.uint8)
+        count, view = 0, memoryview(content.numpy().data)
+        while count < len(view) and (more := file.readinto(view[count:])):
+            count += more
+    return content[:count]
+
+
+def _tensors(content: Tensor, digest: bytes, shown: str) -> dict[str, Tensor] | None:
+    """What a page's file holds, as views; None where it is damaged, or another page's."""
+    end = min(len(content), 8 + int.from_bytes(content[:8].numpy().tobytes(), "little"))
     try:
-        rows = load(content)
-    except (SafetensorError, KeyError):  # KeyError: a type that torch lacks
+        header = parse_header(content[:end].numpy().tobytes(), len(content), shown)
+    except BadWeightFile:
         return None
-    end = 8 + int.from_bytes(content[:8], "little")
-    metadata = json.loads(content[8:end]).get("__metadata__") or {}
-    return rows if metadata.get("sha256") == _checksum(digest, rows) else None
+    rows = {}
+    for name, entry in header.entries.items():
+        dtype = getattr(torch, FILE_DTYPES.get(entry.dtype, ""), None)
+        if dtype is None or entry.start % dtype.itemsize:
+            return None
+        rows[name] = content[entry.start : entry.end].view(dtype).reshape(entry.shape)
+    return rows if header.metadata.get("sha256") == _checksum(digest, rows) else None
 
 
 def _checksum(digest: bytes, rows: Mapping[str, Tensor]) -> str:

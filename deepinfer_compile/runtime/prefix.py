@@ -135,6 +135,8 @@ class PrefixCache:
 
     def reset(self) -> None:
         """Begin with an empty tree; the pools have been reset too."""
+        if self.disk is not None:
+            self.disk.drop_all()
         root = self.disk.root if self.disk is not None else b""
         self.root = Node(None, (b"", 0), [-1] * len(self.groups), root)
         self.owners: list[dict[int, Node]] = [{} for _ in self.groups]

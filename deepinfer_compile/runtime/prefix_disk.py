@@ -97,8 +97,7 @@ class DiskTier:
 
     def clear(self, identity: str) -> None:
         """Go over to another model, or delete all pages of this one if there is no identity."""
-        for request in list(self._readings):
-            self.drop(request)
+        self.drop_all()
         if not identity:
             self.work.empty()
         change = partial(self._disk.adopt, identity) if identity else self._disk.clear
@@ -137,7 +136,8 @@ class DiskTier:
 
     def expect(self, tree: PrefixCache, request: Request) -> None:
         """Begin to read what a request that is queued needs from disk, if there is room for it in memory."""
-        if not self.work.off and self._staged() < STAGED:
+        known = request in self._settled or request in self._readings
+        if not known and not self.work.off and self._staged() < STAGED:
             self._begin(request, self._lacking(tree, request, {}))
 
     def waits(self, request: Request) -> bool:
@@ -185,6 +185,11 @@ class DiskTier:
         self._hungry.discard(request)
         for held in self._readings.pop(request, []):
             self.work.drop(held)
+
+    def drop_all(self) -> None:
+        """Begin anew with all requests that wait."""
+        for request in {*self._settled, *self._hungry, *self._readings}:
+            self.drop(request)
 
     def _staged(self) -> int:
         return sum(held.size for readings in self._readings.values() for held in readings)

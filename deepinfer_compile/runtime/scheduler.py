@@ -105,8 +105,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that fits into the caches when it is alone."""
         self.waiting.append(request)
-        if self.prefix is not None and not _scores(request):
-            self.prefix.expect(request)
+        if len(self.waiting) <= self._seats:
+            self._expect(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is, and free what it holds."""
@@ -302,8 +302,15 @@ class Scheduler:
         """Requests whose prompts are read now as fast as the budget allows."""
         return [self.request(seat) for seat in self._feed if not self._scoring[seat]]
 
+    def _expect(self, request: Request) -> None:
+        """Begin to read from disk what a request needs that is among the next to be seated."""
+        if self.prefix is not None and not _scores(request):
+            self.prefix.expect(request)
+
     def _take_seat(self, request: Request, scores: bool, hit: Hit | None) -> int:
         self._kept = None
+        if len(self.waiting) >= self._seats:
+            self._expect(self.waiting[self._seats - 1])
         seat = request.seat = self._free.pop()
         self._seated[seat] = request
         self._feed[seat] = np.concatenate((request.prompt, np.array(request.output_ids, dtype=np.int64)))
