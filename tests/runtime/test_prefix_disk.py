@@ -299,6 +299,16 @@ def test_a_page_read_from_disk_is_found_although_its_place_was_a_branch(tmp_path
     assert_tree(cache)
 
 
+def assert_folder(target, folder: Path) -> None:
+    """What is on disk is what is known of it, and every page can be found."""
+    stats, there = target.prefix_stats, files(folder)
+    assert (stats.disk_pages, stats.disk_bytes) == (len(there), sum(file.stat().st_size for file in there))
+    parts = [file.name.split(".") for file in there]
+    whole = {name[0][:16] for name in parts if name[1] == "0"}
+    assert all(name[2] in whole for name in parts if len(name) == 4)
+    assert (stats.damaged, stats.disk_failures) == (0, 0)
+
+
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))])
 def test_random_runs_over_one_folder(seed, tmp_path):
     rng = random.Random(seed)
@@ -313,8 +323,11 @@ def test_random_runs_over_one_folder(seed, tmp_path):
             prefix_cache_folder=tmp_path / str(groups[1].window),
             prefix_cache_bytes=50_000,
         )
+        target.scheduler.prefix.disk.work.most = rng.choice([2000, 10_000, 10**9])
         for request in play(target, rng, 25):
             assert_right(request, target)
         assert_pages(target)
+        assert target.flush(60)
+        assert_folder(target, tmp_path / str(groups[1].window))
         assert target.prefix_stats.disk_bytes <= 50_000
         assert target.prefix_stats.damaged == 0
