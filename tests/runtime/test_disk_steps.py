@@ -56,6 +56,24 @@ def test_others_run_and_start_while_pages_come_from_disk(groups, slow, tmp_path)
         assert_right(request, target)
 
 
+def test_a_step_with_nothing_else_to_do_waits(slow, tmp_path, monkeypatch):
+    run(engine((FULL,), prefix_cache_folder=tmp_path), ids(200))
+    target = engine((FULL,), prefix_cache_folder=tmp_path)
+    slow[-1].reads.clear()
+    work, waits = target.scheduler.prefix.disk.work, []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        slow[-1].reads.set()
+        assert target.flush(60)
+
+    monkeypatch.setattr(work, "wait", wait)
+    target.add(target.make("a", ids(200), GREEDY))
+    target.step()
+    target.step()
+    assert (waits, target._executor.steps) == ([1.0], [(1, 8)])
+
+
 def test_reading_begins_when_a_request_is_queued(slow, tmp_path):
     run(engine((FULL,), prefix_cache_folder=tmp_path), ids(200))
     target = engine((FULL,), prefix_cache_folder=tmp_path, max_num_seqs=1)
@@ -150,6 +168,20 @@ def test_a_full_queue_drops_the_end_of_a_request_and_counts_it(fit, slow, tmp_pa
     assert on_disk(target) == fit
     again = engine((FULL,), prefix_cache_folder=tmp_path)
     assert run(again, ids(300))[0].cached == fit * PAGE_SIZE
+
+
+def test_a_start_without_the_windows_of_its_end_is_not_kept(slow, tmp_path):
+    target = engine((FULL, WIDE), prefix_cache_folder=tmp_path)
+    target.scheduler.prefix.disk.work.most = 3 * PAGE_SIZE * 2 * 8
+    slow[-1].writes.clear()
+    request = target.make("a", ids(300), GREEDY)
+    target.add(request)
+    while target.alive:
+        target.step()
+    slow[-1].writes.set()
+    assert target.flush(60)
+    assert target.prefix_stats.disk_dropped == 2
+    assert on_disk(target) == 0
 
 
 @pytest.mark.parametrize("way", ["read", "write"])

@@ -87,6 +87,25 @@ def test_the_last_use_of_a_shorter_class_may_be_the_one_that_counts(now, tmp_pat
     assert engine((FULL,), prefix_cache_folder=tmp_path).prefix_stats.disk_pages == 0
 
 
+def test_a_hit_in_memory_is_a_use_too(now, tmp_path):
+    target = engine((FULL,), prefix_cache_folder=tmp_path)
+    run(target, ids(200))
+    now[0] += 6 * DAY
+    assert run(target, ids(200))[0].metrics.disk_rows == 0
+    now[0] += 7 * DAY - 1
+    assert ask(tmp_path, ids(200))[0].cached == 192
+
+
+def test_a_new_end_of_a_shorter_class_takes_no_time_from_what_it_hangs_on(now, tmp_path):
+    """The end at 256 adds files of WIDE to pages of a longer chat."""
+    ask(tmp_path, ids(400), "chat", (FULL, WIDE))
+    before = len(files(tmp_path))
+    ask(tmp_path, ids(270), "agent", (FULL, WIDE))
+    assert len(files(tmp_path)) > before
+    now[0] += 7 * DAY - 1
+    assert ask(tmp_path, ids(400), "chat", (FULL, WIDE))[0].cached == 384
+
+
 def test_pages_expire_in_a_process_that_runs_on(now, tmp_path):
     target = engine((FULL,), prefix_cache_folder=tmp_path, prefix_cache_ttl=0)
     run(target, ids(200))
