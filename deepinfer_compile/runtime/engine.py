@@ -179,6 +179,8 @@ class Engine:
 
     def _step(self) -> None:
         self.reap()
+        if self._disk is not None:
+            self._disk.pump()
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self._land(ahead):
             return

@@ -250,7 +250,7 @@ class PrefixCache:
         return changed
 
     def store(self, request: Request) -> None:
-        """Write to disk what a request that ends leaves behind."""
+        """Have written to disk what a request that ends leaves behind."""
         if self.disk is not None and self._noted[request.seat] != NEVER:
             self.disk.store(self, self._tip[request.seat], int(self._noted[request.seat]), request)
 

@@ -4,7 +4,7 @@ Pages that a request needs are read from the moment it is queued, by a thread (`
 when it would start; meanwhile others run, and start. Then they go into the pools, where they are as idle as if they had
 been there all along, and the request looks for its hit. What waits in memory to go there is bounded, but for one
 request. Copies between the pools and the host are made by the thread that runs the steps, since only it knows who holds
-a page.
+a page; what a long request leaves behind is copied over several steps, since others wait for them.
 
 Of a window only the pages are written that a request needs which goes on after the prompt or after the answer, so with
 windows a hit from disk ends at one of these. Pages are written from the start of a request on, and none after one that
@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import time
 import weakref
-from collections.abc import Callable, Container, Mapping
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -32,6 +33,8 @@ from deepinfer_compile.runtime.request import Request
 if TYPE_CHECKING:
     from deepinfer_compile.runtime.prefix import Key, Node, PrefixCache, PrefixStats
 
+COPIED = 64 << 20
+"""Bytes of ended requests that each step copies for the disk, about, while there are other requests."""
 STAGED = 1 << 30
 """Bytes read that may wait for their requests to start; the reading that crosses this is the last one begun."""
 PATIENCE = 60.0
@@ -65,6 +68,7 @@ class DiskTier:
         self._disk, self._rows, self._keep = disk, rows, keep
         self.work = DiskThread(disk)
         self._restored = 0
+        self._leaving: deque[Iterator[int]] = deque()
         self._readings: dict[Request, list[Reading]] = {}
         self._hungry: set[Request] = set()
         self._settled: dict[Request, Taken] = {}
@@ -109,25 +113,43 @@ class DiskTier:
         self.work.remove(node.digest)
 
     def store(self, tree: PrefixCache, node: Node, count: int, request: Request) -> None:
-        """Write the pages up to a request's newest full one, its `count`th, which is `node`'s."""
+        """Have the pages written up to a request's newest full one, its `count`th, which is `node`'s; see `pump`."""
         self.work.check()
         if self.work.off or self._keep[request.params.retention] <= 0:
             return
         until = self._until(request)
         ends = (count, min(count, (len(request.prompt) - 1) // PAGE_SIZE))
-        linked = any(group.reach is None for group in tree.groups)
-        path, above = _path(node), b""
+        path = _path(node)
         self.work.touch([one.digest for one in reversed(path)], until)  # ends go before what they hang on
+        self._leaving.append(self._write(tree, path, ends, until))
+
+    def pump(self, most: float | None = None) -> None:
+        """Copy about so many bytes of what is to be written (default: COPIED); the rest waits for the next call."""
+        most = COPIED if most is None else most
+        while self._leaving and most > 0:
+            size = next(self._leaving[0], None)
+            if size is None:
+                self._leaving.popleft()
+            most -= size or 0
+
+    def _write(self, tree: PrefixCache, path: list[Node], ends: tuple[int, int], until: float) -> Iterator[int]:
+        """Copy the pages that are not on disk one by one, the first first; yields their bytes.
+
+        A page may have left the pools meanwhile: then those that hang on it are of no use either.
+        """
+        above, linked = b"", any(group.reach is None for group in tree.groups)
         for page, one in enumerate(path):
             for i, group in enumerate(tree.groups):
                 needed = any(group.first(end * PAGE_SIZE) <= page < end for end in ends)
-                if not needed or one.pages[i] < 0 or self.work.has(one.digest, i):
+                if not needed or self.work.has(one.digest, i) or (one.pages[i] < 0 and group.reach is not None):
                     continue
-                if self.work.full:
-                    self.work.dropped += count - page
+                if self.work.full or one.pages[i] < 0:
+                    self.work.dropped += len(path) - page
                     self.work.trim(one.digest if i else above)
                     return
-                self.work.write(one.digest, i, self._rows.read_page(i, one.pages[i]), above, until)
+                rows = self._rows.read_page(i, one.pages[i])
+                self.work.write(one.digest, i, rows, above, until)
+                yield sum(held.nbytes for held in rows.values())
             above = one.digest if linked else b""
 
     def _until(self, request: Request) -> float:
@@ -187,7 +209,8 @@ class DiskTier:
             self.work.drop(held)
 
     def drop_all(self) -> None:
-        """Begin anew with all requests that wait."""
+        """Begin anew with all requests that wait, and write nothing more of those that ended."""
+        self._leaving.clear()
         for request in {*self._settled, *self._hungry, *self._readings}:
             self.drop(request)
 

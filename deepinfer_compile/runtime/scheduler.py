@@ -14,6 +14,7 @@ loop over requests.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
@@ -114,10 +115,12 @@ class Scheduler:
             self.waiting.remove(request)
             if self.prefix is not None:
                 self.prefix.drop(request)
-            return
-        if self.prefix is not None and request.error is None:
-            self.prefix.store(request)
-        self._vacate(request, failed=request.error is not None)
+        else:
+            if self.prefix is not None and request.error is None:
+                self.prefix.store(request)
+            self._vacate(request, failed=request.error is not None)
+        if self.prefix is not None and self.prefix.disk is not None and not self.waiting and not self.running:
+            self.prefix.disk.pump(math.inf)  # nobody waits for it, and no step may come
 
     def schedule(self) -> Plan | None:
         """Choose the next step and give its requests pages; None when there is no request.

@@ -184,6 +184,47 @@ def test_a_start_without_the_windows_of_its_end_is_not_kept(slow, tmp_path):
     assert on_disk(target) == 0
 
 
+@pytest.mark.parametrize("evicted", [None, 0, 2, 3])
+def test_what_a_request_leaves_is_copied_over_several_steps_while_others_run(evicted, tmp_path, monkeypatch):
+    monkeypatch.setattr(prefix_disk, "COPIED", 1)
+    target = engine((FULL,), prefix_cache_folder=tmp_path)
+    ended, running = target.make("a", ids(300), GREEDY), target.make("b", ids(30, 1), LONG)
+    for request in (ended, running):
+        target.add(request)
+    while ended.finish_reason is None:
+        target.step()
+    assert on_disk(target) == 0
+    if evicted is not None:
+        cache = target.scheduler.prefix
+        cache._forget_below(cache.walk(target.make("c", ids(300), GREEDY))[evicted])
+    there = []
+    for _ in range(5):
+        target.step()
+        assert target.flush(60)
+        there.append(on_disk(target))
+    left = 4 if evicted is None else evicted
+    assert there == [min(i, left) for i in range(1, 6)]
+    assert target.prefix_stats.disk_dropped == 4 - left
+    run(target)
+    assert on_disk(target) == left + 2
+    again = engine((FULL,), prefix_cache_folder=tmp_path)
+    assert run(again, ids(300))[0].cached == left * PAGE_SIZE
+
+
+def test_the_last_request_that_waits_may_be_cancelled_and_all_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(prefix_disk, "COPIED", 1)
+    target = engine((FULL,), prefix_cache_folder=tmp_path, max_num_seqs=1)
+    ended, waiting = target.make("a", ids(300), GREEDY), target.make("b", ids(30, 1), LONG)
+    for request in (ended, waiting):
+        target.add(request)
+    while ended.finish_reason is None:
+        target.step()
+    target.cancel("b")
+    target.reap()
+    assert target.flush(60)
+    assert on_disk(target) == 4
+
+
 @pytest.mark.parametrize("way", ["read", "write"])
 def test_a_disk_that_fails_is_left_with_one_warning_and_requests_go_on(way, slow, tmp_path, monkeypatch):
     run(engine((FULL,), prefix_cache_folder=tmp_path), ids(200))
