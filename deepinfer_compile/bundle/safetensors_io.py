@@ -116,10 +116,11 @@ def read_header(path: Path, name: str = "") -> Header:
             reason = f"its header claims {length} bytes; the file has {size} and the limit is {MAX_HEADER}"
             raise BadWeightFile(file=shown, reason=reason)
         body = file.read(length)
-    return _parse(head + body, size, shown)
+    return parse_header(head + body, size, shown)
 
 
-def _parse(head: bytes, size: int, shown: str) -> Header:
+def parse_header(head: bytes, size: int, shown: str) -> Header:
+    """Check the length field and JSON of a file of so many bytes; `shown` stands for it. Raises BadWeightFile."""
     if not head[8:].startswith(b"{"):
         raise BadWeightFile(file=shown, reason="its header is not a JSON object")
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ import typer
 from deepinfer_compile.cli import prompts
 from deepinfer_compile.cli.boundary import guarded, print_json, usage
 from deepinfer_compile.cli.build_bundle import JSON_OPTION
-from deepinfer_compile.cli.show import plural, stderr
+from deepinfer_compile.cli.show import plural, size, stderr
 
 if TYPE_CHECKING:
     from deepinfer_compile.runtime.llm import LLM
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MOST_REQUESTS = 64
 """Requests that run at once; more wait."""
+RETENTION_HELP = "Class of the prompts, by which rows in that folder are kept; default: chat."
+KEEP_HELP = "Days a class is kept there after its last use; chat=7 and agent=3 unless given; may be repeated."
 FILE_HELP = "Prompt from a file (- is stdin); *.json and *.jsonl hold text, ids or chat messages, one prompt a line."
 
 
@@ -55,6 +57,9 @@ def run(
     graph_only: Annotated[bool, typer.Option("--graph-only", help="Load no native code (slow).")] = False,
     max_model_len: Annotated[int | None, typer.Option(help="Longest context of this run.")] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Model folder, for a bundle without its weights.")] = None,
+    prefix_cache_folder: Annotated[Path | None, typer.Option(help="Keeps cache rows for other runs.")] = None,
+    retention: Annotated[str | None, typer.Option(help=RETENTION_HELP)] = None,
+    keep_days: Annotated[list[str] | None, typer.Option(metavar="CLASS=DAYS", help=KEEP_HELP)] = None,
     full_check: Annotated[bool, typer.Option("--full-check", help="Verify weight data before loading.")] = False,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
@@ -68,17 +73,33 @@ def run(
         "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
         "min_p": min_p, "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty, "seed": seed, "n": n, "stop": stop, "stop_token_ids": stop_id,
-        "ignore_eos": ignore_eos or None,
+        "ignore_eos": ignore_eos or None, "retention": retention,
     }  # fmt: skip
     params = prompts.parameters(named, tokenizer.get("generation_config", {}))
     answers = Answers(show=stream and not as_json, lines=stream and as_json, plain_ids=not tokenizer)
     if answers.show and len(given) * params.n > 1:
         raise usage("--stream", True, "the pieces of several completions would mix", "add --json, or leave it out")
-    options = {"target": target, "native": not graph_only, "max_model_len": max_model_len, "checkpoint": checkpoint}
+    options = {
+        "target": target, "native": not graph_only, "max_model_len": max_model_len, "checkpoint": checkpoint,
+        "prefix_cache_folder": prefix_cache_folder, "prefix_cache_retention": _seconds(keep_days),
+    }  # fmt: skip
     llm, loaded = _load(bundle, len(given) * params.n, full_check, options)
     answers.collect(llm, given, params)
     answers.finish(as_json, loaded)
+    llm.close()
     stderr().print(f"loaded in {loaded:.2f} s; {answers.timing()}; {prompts.in_words(params)}; {llm.engine.caches}")
+
+
+def _seconds(keep_days: list[str] | None) -> dict[str, float]:
+    """Seconds by class."""
+    found = {}
+    for text in keep_days or ():
+        name, _, days = text.partition("=")
+        try:
+            found[name] = float(days) * 86400
+        except ValueError:
+            raise usage("--keep-days", text, "it is not CLASS=DAYS", "write it as agent=3") from None
+    return found
 
 
 def _load(bundle: Path, requests: int, full_check: bool, options: dict[str, Any]) -> tuple[LLM, float]:
@@ -107,7 +128,8 @@ class Answer:
 @dataclass
 class Answers:
     """All completions of one run. show: print text as it comes. lines: print pieces as JSON lines. plain_ids: the
-    model has no tokenizer, so ids are the text. reused: tokens not computed because their cache rows were there."""
+    model has no tokenizer, so ids are the text. reused: tokens not computed because their cache rows were there. waits:
+    for each prompt, what its first token waited for."""
 
     show: bool
     lines: bool
@@ -116,6 +138,7 @@ class Answers:
     first: float = 0.0
     seconds: float = 0.0
     reused: int = 0
+    waits: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def collect(self, llm: LLM, given: list[Any], params: SamplingParams) -> None:
         """Run the prompts. An interruption cancels what is left."""
@@ -141,6 +164,8 @@ class Answers:
             answer.text += text
             answer.token_ids += piece.token_ids
             answer.finish_reason, answer.stop_reason = piece.finish_reason, piece.stop_reason
+            if item.metrics is not None:
+                self.waits[prompt] = asdict(item.metrics)
             if self.show:
                 print(text, end="", flush=True)
             elif self.lines:
@@ -177,7 +202,18 @@ class Answers:
         rate = self.rate()
         words = f"{plural(self.tokens(), 'token')} in {self.seconds:.2f} s, the first after {self.first:.2f} s"
         words += f", then {rate:.1f} tokens/s" if rate is not None else ""
-        return words + (f", {plural(self.reused, 'token')} shared" if self.reused else "")
+        return words + (f", {plural(self.reused, 'token')} shared" if self.reused else "") + self._first_token()
+
+    def _first_token(self) -> str:
+        """Where the first token's time went, where there is one prompt; more than one wait for each other."""
+        if len(self.waits) != 1:
+            return ""
+        (one,) = self.waits.values()
+        words = f"; the first: {one['queued'] * 1e3:.1f} ms queued, {one['index'] * 1e3:.1f} ms lookup"
+        if one["disk_bytes"]:
+            rows = plural(int(one["disk_rows"]), "row")
+            words += f", {one['transfer'] * 1e3:.1f} ms for {rows} ({size(one['disk_bytes'])}) from disk"
+        return words + f", {one['recompute'] * 1e3:.1f} ms to compute {plural(int(one['recomputed_rows']), 'row')}"
 
     def as_json(self) -> dict[str, Any]:
         """Everything as plain data."""
@@ -188,6 +224,7 @@ class Answers:
             "reused_tokens": self.reused,
             "seconds": round(self.seconds, 4),
             "first_seconds": round(self.first, 4),
+            "first_tokens": [self.waits[prompt] for prompt in sorted(self.waits)],
             "tokens_per_second": None if rate is None else round(rate, 2),
         }
 

@@ -39,6 +39,7 @@ class Parent:
             finished=True,
             prompt_logprobs=self._prompt_logprobs(codec),
             num_cached_tokens=self.children[0].cached,
+            metrics=self.children[0].metrics,
         )
 
     def item(self, update: Update, codec: TextCodec | None) -> RequestOutput:
@@ -56,6 +57,7 @@ class Parent:
             finished=self.open == 0,
             prompt_logprobs=self._prompt_logprobs(codec) if first else None,
             num_cached_tokens=self.children[0].cached,
+            metrics=self.children[0].metrics,
         )
 
     def _completion(

@@ -7,10 +7,9 @@ they only leave a note that the next step takes up.
 from __future__ import annotations
 
 import secrets
+import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,66 +18,15 @@ from torch import Tensor
 from deepinfer_compile.errors import BadLogits, BadOption, BadRequest, ContextTooLong
 from deepinfer_compile.runtime.ahead import Ahead, steps_alone
 from deepinfer_compile.runtime.batch import Executor
-from deepinfer_compile.runtime.disk import DiskPages
+from deepinfer_compile.runtime.options import EngineOptions, prefix_cache
 from deepinfer_compile.runtime.outputs import FinishReason
 from deepinfer_compile.runtime.pages import Ints, Pages, caches_in_words, plan_pages
 from deepinfer_compile.runtime.params import SamplingParams
-from deepinfer_compile.runtime.prefix import PrefixCache, PrefixStats
-from deepinfer_compile.runtime.prefix_disk import DiskTier
-from deepinfer_compile.runtime.request import Request
+from deepinfer_compile.runtime.prefix import PrefixStats
+from deepinfer_compile.runtime.request import Request, Timing
 from deepinfer_compile.runtime.sampling import Sampler, score
 from deepinfer_compile.runtime.scheduler import Batch, Scheduler
 from deepinfer_compile.runtime.stops import TextState
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """Sizes of the engine.
-
-    max_num_seqs: requests that run at once. max_num_batched_tokens: most new tokens of one step; longer prompts are
-    read in chunks. memory_bytes: for the caches; None is what max_num_seqs full requests need, at most half of the
-    memory available now. max_model_len: context length, None is the executor's. backtrack: newest tokens that callers
-    of the scheduler may drop again, kept readable in windows. enable_prefix_caching: keep the cache rows of requests
-    that ended, for prompts that start alike. prefix_cache_ttl: seconds that they are kept without use.
-    prefix_cache_folder: where they are kept on disk too, for other processes; None: nowhere. They are written when a
-    request ends, and the next step waits for that. prefix_cache_bytes: what that folder may hold.
-
-    Raises BadOption naming the field.
-    """
-
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    memory_bytes: int | None = None
-    max_model_len: int | None = None
-    backtrack: int = 0
-    enable_prefix_caching: bool = True
-    prefix_cache_ttl: float = 180.0
-    prefix_cache_folder: str | Path | None = None
-    prefix_cache_bytes: int = 16 << 30
-
-    def __post_init__(self) -> None:
-        lows = {
-            "max_num_seqs": 1, "max_num_batched_tokens": 1, "memory_bytes": 0, "max_model_len": 2, "backtrack": 0,
-            "prefix_cache_ttl": 0, "prefix_cache_bytes": 0,
-        }  # fmt: skip
-        for name, low in lows.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise BadOption(name=name, value=value, reason=f"it is below {low}", fix=f"use {low} or more")
-        if self.prefix_cache_folder is not None and not self.enable_prefix_caching:
-            raise BadOption(
-                name="prefix_cache_folder",
-                value=str(self.prefix_cache_folder),
-                reason="enable_prefix_caching is off",
-                fix="leave it out, or turn enable_prefix_caching on",
-            )
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise BadOption(
-                name="max_num_batched_tokens",
-                value=self.max_num_batched_tokens,
-                reason=f"each of max_num_seqs={self.max_num_seqs} requests needs a token a step",
-                fix="raise it to max_num_seqs, or lower max_num_seqs",
-            )
 
 
 class Engine:
@@ -113,8 +61,11 @@ class Engine:
             pages,
             max_num_seqs=seats,
             max_num_batched_tokens=options.max_num_batched_tokens,
-            prefix=_prefix_cache(pages, executor, options) if options.enable_prefix_caching else None,
+            prefix=prefix_cache(pages, executor, options) if options.enable_prefix_caching else None,
         )
+        prefix = self.scheduler.prefix
+        self._disk = prefix.disk if prefix is not None else None
+        self._classes = frozenset(options.retention)
         self._executor = executor
         self._sampler = Sampler(seats, executor.draw)
         self._eos = frozenset(int(token) for token in eos_token_ids)
@@ -123,6 +74,7 @@ class Engine:
         self._cancelled: deque[str] = deque()
         self._ahead: Ahead | None = None
         self._outdated: deque[str] = deque()
+        self._resting = False
         executor.allocate(counts)
         self.caches = caches_in_words(executor.groups, counts, options.memory_bytes)
 
@@ -147,6 +99,7 @@ class Engine:
         identity: of the model that the executor runs now; without it, pages on disk are deleted too.
         """
         self._outdated.append(identity)
+        self._wake()
 
     def make(
         self,
@@ -183,7 +136,10 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request made by `make`. From any thread."""
+        if self.scheduler.prefix is not None:
+            request.timing = Timing(time.perf_counter())
         self._arrived.append(request)
+        self._wake()
 
     def cancel(self, request_id: str) -> None:
         """End a request with reason "abort" at the next `step` or `reap`; unknown or ended ones are ignored.
@@ -191,6 +147,7 @@ class Engine:
         From any thread.
         """
         self._cancelled.append(request_id)
+        self._wake()
 
     def reap(self) -> None:
         """Take up arrivals and cancellations without running the model."""
@@ -222,11 +179,14 @@ class Engine:
 
     def _step(self) -> None:
         self.reap()
+        if self._disk is not None:
+            self._disk.pump()
         ahead, self._ahead = self._ahead, None
         if ahead is not None and self._land(ahead):
             return
         plan = self.scheduler.schedule()
         if plan is None:
+            self._rest()
             return
         for seat in plan.joined:
             self._sampler.join(self.scheduler.request(seat))
@@ -238,6 +198,36 @@ class Engine:
         self._score_prompts(batch, logits)
         if requests:
             self._sample(batch, logits, requests, index, drawn)
+
+    def _rest(self) -> None:
+        """Where all requests wait for pages from disk, wait for one to come, or for a note from another thread."""
+        if self._disk is None or not self._disk.reading:
+            return
+        self._resting = True
+        try:
+            if not (self._arrived or self._cancelled or self._outdated):
+                self._disk.work.wait(1.0)
+        finally:
+            self._resting = False
+
+    def _wake(self) -> None:
+        """End a rest; from any thread, also inside the garbage collector."""
+        if self._resting and self._disk is not None:
+            self._disk.work.wake()
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until what ended requests left behind is on disk, at most so many seconds; whether it is. From any
+        thread."""
+        return self._disk is None or self._disk.work.flush(seconds)
+
+    def close(self, seconds: float) -> bool:
+        """As `flush`, and use the disk no more; requests may go on."""
+        if self._disk is None:
+            return True
+        whole = self._disk.work.close(seconds)
+        self._wake()
+        self._disk.work.check()
+        return whole
 
     def _run(self, batch: Batch, requests: list[Request], index: Ints) -> tuple[Tensor, Ints | None]:
         """Logits of the step; and tokens, where the device chooses one for every row within it."""
@@ -285,6 +275,10 @@ class Engine:
                 fix = "use the tokenizer of this model"
                 reason = f"{name} holds {wrong}, the vocabulary has {vocab} ids"
                 raise BadRequest(request=request_id, reason=reason, fix=fix)
+        if params.retention not in self._classes:
+            reason, known = f"its class {params.retention!r} is not known", ", ".join(sorted(self._classes))
+            fix = f"use one of {known}, or name it in prefix_cache_retention"
+            raise BadRequest(request=request_id, reason=reason, fix=fix)
 
     def _score_prompts(self, batch: Batch, logits: Tensor) -> None:
         """Fill prompt_logprobs from the rows of this step."""
@@ -323,6 +317,8 @@ class Engine:
             return
         request.output_ids.append(token)
         count, params = len(request.output_ids), request.params
+        if count == 1 and request.timing is not None:
+            request.timing.first = time.perf_counter()
         enough = count > params.min_tokens
         if enough and token in request.end_ids:
             shown = count if params.include_stop_str_in_output else count - 1
@@ -348,24 +344,4 @@ class Engine:
                 request.finish_reason, request.stop_reason = "stop", found
         del self._alive[request.id]
         request.report()
-        self.scheduler.remove(request)  # last: it may write to disk, and whoever waits must hear of the end
-
-
-def _prefix_cache(pages: Pages, executor: Executor, options: EngineOptions) -> PrefixCache:
-    """The prefix cache of an engine. Raises BadOption for a folder without a model that can be named, or unusable."""
-    disk = None
-    if options.prefix_cache_folder is not None:
-        if not executor.identity:
-            fix = "leave it out"
-            reason = "this executor does not say which model it runs"
-            raise BadOption(name="prefix_cache_folder", value=str(options.prefix_cache_folder), reason=reason, fix=fix)
-        pages_there = DiskPages(Path(options.prefix_cache_folder), executor.identity, options.prefix_cache_bytes)
-        disk = DiskTier(pages_there, executor)
-    return PrefixCache(
-        pages,
-        seats=options.max_num_seqs,
-        backtrack=options.backtrack,
-        reads_hint=executor.reads_hint,
-        time_to_live=options.prefix_cache_ttl,
-        disk=disk,
-    )
+        self.scheduler.remove(request)  # last: it copies pages for the disk, and whoever waits must hear of the end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -13,7 +13,8 @@ from deepinfer_compile.runtime import prompts as reading
 from deepinfer_compile.runtime.batch import Executor
 from deepinfer_compile.runtime.call import Call, Parent
 from deepinfer_compile.runtime.driver import Driver
-from deepinfer_compile.runtime.engine import Engine, EngineOptions
+from deepinfer_compile.runtime.engine import Engine
+from deepinfer_compile.runtime.options import EngineOptions
 from deepinfer_compile.runtime.outputs import RequestOutput
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.prefix import PrefixStats
@@ -46,6 +47,7 @@ class LLM:
         prefix_cache_ttl: float = 180.0,
         prefix_cache_folder: str | Path | None = None,
         prefix_cache_bytes: int = 16 << 30,
+        prefix_cache_retention: Mapping[str, float] | None = None,
         eos_token_ids: tuple[int, ...] = (),
         default_params: SamplingParams | None = None,
     ) -> None:
@@ -58,6 +60,7 @@ class LLM:
             prefix_cache_ttl=prefix_cache_ttl,
             prefix_cache_folder=prefix_cache_folder,
             prefix_cache_bytes=prefix_cache_bytes,
+            prefix_cache_retention=prefix_cache_retention,
         )
         known = text.eos_token_ids if text is not None else ()
         self.engine = Engine(executor, options, eos_token_ids=(*eos_token_ids, *known))
@@ -133,6 +136,14 @@ class LLM:
         what they hold is not reused. Waits for the step that another thread is running."""
         self.engine.forget_prefixes()
         self._driver.reap()
+
+    def close(self, timeout: float = 30.0) -> bool:
+        """Write to prefix_cache_folder what waits for it, at most so many seconds, and use it no more. From any thread.
+
+        Whether all was written. Requests may go on; a second call does nothing. The end of the process does the same
+        with a limit of a few seconds.
+        """
+        return self.engine.close(timeout)
 
     def _submit(
         self,

@@ -78,6 +78,7 @@ def load(
     prefix_cache_ttl: float = 180.0,
     prefix_cache_folder: str | Path | None = None,
     prefix_cache_bytes: int = 16 << 30,
+    prefix_cache_retention: Mapping[str, float] | None = None,
     checkpoint: str | Path | None = None,
 ) -> BundleLLM:
     """Open a bundle and make it ready to generate.
@@ -87,7 +88,8 @@ def load(
     memory_fraction: share of free memory for caches. enable_prefix_caching: prompts that start alike are read once;
     rows that are not used are kept for prefix_cache_ttl seconds, or until their place is needed. checkpoint: where
     weights are, for a bundle without them. prefix_cache_folder: keeps such rows for other processes, at most
-    prefix_cache_bytes of them.
+    prefix_cache_bytes of them. prefix_cache_retention: for so many seconds after their last use, by the class of the
+    request (`SamplingParams.retention`); a week for "chat", three days for "agent".
     Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, WrongTarget, WeightMismatch, OutOfMemory, BadOption.
     """
     if not 0 < memory_fraction <= 1:
@@ -112,6 +114,7 @@ def load(
         prefix_cache_ttl=prefix_cache_ttl,
         prefix_cache_folder=prefix_cache_folder,
         prefix_cache_bytes=prefix_cache_bytes,
+        prefix_cache_retention=prefix_cache_retention,
         eos_token_ids=eos,
     )
     llm.files, llm.weights, llm.variant = files, weights, _variant_text(files, target, native)

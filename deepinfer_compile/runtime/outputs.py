@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -48,12 +48,38 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
+class RequestMetrics:
+    """What the first token of a completion waited for, in seconds, and where the cache rows before it came from.
+
+    first_token: since the request was queued; the sum of the next four.
+    queued: for a seat, for pages, for rows that another request computes, or for steps of others.
+    index: looking up which rows are there. transfer: reading from disk and copying to the caches, `disk_bytes` in all.
+    recompute: the steps that compute the rows that were not found, beside whatever else they do.
+    ram_rows: rows that were in the caches, `ram_bytes` of them, which are used where they are. disk_rows: rows that
+    were there beside these because of what was read from disk. recomputed_rows: all others. Where the request was
+    preempted before its first token, these are of the last time that it started.
+    """
+
+    first_token: float
+    queued: float
+    index: float
+    transfer: float
+    recompute: float
+    ram_rows: int
+    ram_bytes: int
+    disk_rows: int
+    disk_bytes: int
+    recomputed_rows: int
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """A prompt and its completions.
 
     prompt: the text as given, None for a chat or token ids. prompt_logprobs: one entry a prompt token, the first is
     None because nothing precedes it; entries are missing at the end if the request was cancelled while it was read.
     num_cached_tokens: prompt tokens of the first completion whose cache rows were there already, None before it runs.
+    metrics: of the first completion, None before its first token and without the prefix cache.
     """
 
     request_id: str
@@ -63,3 +89,4 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = field(default=None, compare=False)

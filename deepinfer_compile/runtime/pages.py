@@ -120,7 +120,7 @@ class GroupTable:
     before its own that a query may read, None for all."""
 
     def __init__(self, group: CacheGroup, pages: int, seats: int, max_model_len: int, backtrack: int) -> None:
-        self.pool = PagePool(pages)
+        self.pool, self.bytes_per_page = PagePool(pages), group.bytes_per_page
         self.table = np.full((seats, pages_for(max_model_len)), -1, dtype=np.int32)
         self._first = np.zeros(seats, dtype=np.int64)
         self._end = np.zeros(seats, dtype=np.int64)

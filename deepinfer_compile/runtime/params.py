@@ -35,6 +35,7 @@ class SamplingParams:
     logprobs, prompt_logprobs: how many of the most likely tokens to report beside the one taken, from the model's own
     distribution (before penalties, temperature and cuts); -1 is the whole vocabulary, None is no report.
     detokenize: False leaves `text` empty.
+    retention: the class of the request, by which its cache rows are kept on disk; see prefix_cache_retention of `load`.
 
     Raises BadOption naming the field.
     """
@@ -58,6 +59,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    retention: str = "chat"
 
     def __post_init__(self) -> None:
         self._set("stop", _strings("stop", self.stop))
@@ -102,6 +104,8 @@ class SamplingParams:
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise BadOption(name=name, value=getattr(self, name), reason="it is a switch", fix="use True or False")
+        if not isinstance(self.retention, str):
+            raise BadOption(name="retention", value=self.retention, reason="it is not text", fix="name a class")
 
     def _check_combinations(self) -> None:
         if self.seed is not None and self.seed >= 2**64:

@@ -20,6 +20,7 @@ when a prompt is read in other chunks or beside other requests, which is by roun
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,7 +30,7 @@ from numpy.typing import NDArray
 
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.pages import Ints, Pages
-from deepinfer_compile.runtime.prefix_disk import DiskTier, digest_of
+from deepinfer_compile.runtime.prefix_disk import DiskTier, Taken, digest_of
 from deepinfer_compile.runtime.request import Request
 
 Key = tuple[bytes, int]
@@ -46,8 +47,10 @@ class PrefixStats:
     hit_tokens: tokens of their prompts (and outputs, when preempted), and those that were not computed again.
     recomputed: tokens that were, although a cache group still had their rows. evictions: pages that were needed for
     others. expired: pages idle for too long. cached: idle pages with rows now, a number per cache group.
-    restored: pages taken from disk. damaged: files there that could not be used. disk_failures: pages that could not be
-    written. disk_pages, disk_bytes: files there now.
+    restored: pages taken from disk. damaged: files there that could not be used. disk_dropped: pages that were not
+    written because too many waited for it. disk_failures: pages that could not be read, written or deleted; the disk
+    is not used after the first. disk_evictions, disk_expired: files deleted for their place, and because none of their
+    users needs them any more. disk_pages, disk_bytes: files there now.
     """
 
     queries: int = 0
@@ -60,7 +63,10 @@ class PrefixStats:
     cached: tuple[int, ...] = ()
     restored: int = 0
     damaged: int = 0
+    disk_dropped: int = 0
     disk_failures: int = 0
+    disk_evictions: int = 0
+    disk_expired: int = 0
     disk_pages: int = 0
     disk_bytes: int = 0
 
@@ -114,7 +120,7 @@ class PrefixCache:
         self._pages = pages
         self._backtrack, self._reads_hint, self._time_to_live = backtrack, reads_hint, time_to_live
         self._stats = PrefixStats()
-        self._disk = disk
+        self.disk = disk
         self._asked: tuple[Request | None, int, list[Key]] = (None, 0, [])
         self._noted = np.zeros(seats, dtype=np.int64)
         for i, group in enumerate(self.groups):
@@ -125,11 +131,13 @@ class PrefixCache:
     def stats(self) -> PrefixStats:
         """Counters since the beginning, as they are now."""
         found = replace(self._stats, cached=self._pages.cached)
-        return self._disk.count(found) if self._disk is not None else found
+        return self.disk.count(found) if self.disk is not None else found
 
     def reset(self) -> None:
         """Begin with an empty tree; the pools have been reset too."""
-        root = self._disk.root if self._disk is not None else b""
+        if self.disk is not None:
+            self.disk.drop_all()
+        root = self.disk.root if self.disk is not None else b""
         self.root = Node(None, (b"", 0), [-1] * len(self.groups), root)
         self.owners: list[dict[int, Node]] = [{} for _ in self.groups]
         self._tip = [self.root] * len(self._noted)
@@ -140,19 +148,36 @@ class PrefixCache:
 
         identity: of the model from now on, whose pages on disk stay; without it, there is none on disk any more.
         """
-        if self._disk is not None:
-            self._disk.clear(identity)
+        if self.disk is not None:
+            self.disk.clear(identity)
         for group, owners in zip(self.groups, self.owners):
             for page in owners:
                 group.pool.forget(page)
         self.reset()
         self._noted.fill(NEVER)
 
+    def expect(self, request: Request) -> None:
+        """Begin to read from disk what a request that is queued needs."""
+        if self.disk is not None:
+            self.disk.expect(self, request)
+
+    def waits(self, request: Request) -> bool:
+        """Whether a request is known to wait for pages from disk."""
+        return self.disk is not None and self.disk.waits(request)
+
+    def ready(self, request: Request) -> bool:
+        """Whether nothing is on its way from disk any more that a waiting request would take."""
+        return self.disk is None or self.disk.ready(self, request)
+
+    def drop(self, request: Request) -> None:
+        """A request does not wait any more."""
+        if self.disk is not None:
+            self.disk.drop(request)
+
     def find(self, request: Request) -> Hit:
         """The longest start of a request that is cached; its last token never is."""
+        begin = time.perf_counter()
         self._expire()
-        if self._disk is not None:
-            self._disk.restore(self, request)
         nodes = self.walk(request)
         usable, known = self.reach([[page >= 0 for page in node.pages] for node in nodes])
         nodes = nodes[:usable]
@@ -160,6 +185,8 @@ class PrefixCache:
             np.array([node.pages[i] for node in nodes[group.first(usable * PAGE_SIZE) :]], dtype=np.int32)
             for i, group in enumerate(self.groups)
         ]
+        if request.timing is not None:
+            request.timing.spent(time.perf_counter() - begin)
         return Hit(nodes, pages, known)
 
     def is_coming(self, request: Request, hit: Hit, others: Iterable[Request]) -> bool:
@@ -175,6 +202,9 @@ class PrefixCache:
 
     def join(self, seat: int, request: Request, hit: Hit | None) -> None:
         """Give a request that takes an empty seat the pages of a hit (None: it did not look for any)."""
+        self._note_rows(request, hit)
+        if self.disk is not None:
+            self.disk.drop(request)
         self._tip[seat], self._noted[seat] = self.root, 0
         if hit is None:
             return
@@ -189,6 +219,25 @@ class PrefixCache:
             group.adopt(seat, group.first(hit.tokens), pages)
         self._move(seat, hit.nodes[-1], len(hit.nodes))
 
+    def _note_rows(self, request: Request, hit: Hit | None) -> None:
+        """Note where the rows before a request's first token come from."""
+        timing = request.timing
+        if timing is None or timing.first:
+            return
+        nodes = hit.nodes if hit is not None else []
+        taken = self.disk.taken(request) if self.disk is not None else Taken(0)
+        timing.ram_rows = PAGE_SIZE * (min(taken.before, len(nodes)) if taken.sizes else len(nodes))
+        timing.disk_rows = PAGE_SIZE * len(nodes) - timing.ram_rows
+        timing.ram_bytes = sum(
+            group.bytes_per_page
+            for i, group in enumerate(self.groups)
+            for node in nodes[group.first(len(nodes) * PAGE_SIZE) :]
+            if (node.digest, i) not in taken.sizes
+        )
+        timing.disk_bytes = sum(taken.sizes.values())
+        timing.recomputed_rows = request.length - len(nodes) * PAGE_SIZE
+        timing.seated = time.perf_counter()
+
     def note(self, seats: Ints, done: Ints, request: Callable[[int], Request]) -> bool:
         """Add what has become full. done: written rows of each seat. Whether a table changed."""
         full = (done - self._backtrack) // PAGE_SIZE
@@ -201,22 +250,37 @@ class PrefixCache:
         return changed
 
     def store(self, request: Request) -> None:
-        """Write to disk what a request that ends leaves behind."""
-        if self._disk is not None and self._noted[request.seat] != NEVER:
-            self._disk.store(self, self._tip[request.seat], int(self._noted[request.seat]), request)
+        """Have written to disk what a request that ends leaves behind."""
+        if self.disk is not None and self._noted[request.seat] != NEVER:
+            self.disk.store(self, self._tip[request.seat], int(self._noted[request.seat]), request)
 
     def leave(self, seat: int, *, failed: bool) -> None:
         """Note that a seat gives its pages back. failed: they may hold wrong rows, so forget them."""
-        node: Node | None = self._tip[seat]
+        node, above = self._tip[seat], list[Node]()
+        while node.parent is not None:
+            above.append(node)
+            node = node.parent
         self._move(seat, self.root, 0)
-        while failed and node is not None:
-            above = node.parent
+        if not failed or not above:
+            return
+        if self.disk is not None:
+            for node in reversed(above):
+                self.disk.remove(node)
+        self._forget_below(above[-1])
+
+    def _forget_below(self, top: Node) -> None:
+        """Forget the rows of a node and of all below it; what running requests hold of them is not reused."""
+        nodes = [top]
+        for node in nodes:
+            nodes += node.children.values()
+        below = set(map(id, nodes))
+        for seat, tip in enumerate(self._tip):
+            if id(tip) in below:
+                self._move(seat, self.root, NEVER)
+        for node in nodes:
             for i, page in enumerate(list(node.pages)):
                 if page >= 0:
                     self._drop(i, page)
-                if self._disk is not None:
-                    self._disk.remove(node, i)
-            node = above
 
     def reach(self, there: list[list[bool]]) -> tuple[int, int]:
         """How many pages a hit has, and how many the groups with whole contexts have. there: by page and group."""
@@ -235,7 +299,7 @@ class PrefixCache:
         """The node of a page after another, made if there is none."""
         found = node.children.get(key)
         if found is None:
-            digest = digest_of(node.digest, key) if self._disk is not None else b""
+            digest = digest_of(node.digest, key) if self.disk is not None else b""
             found = node.children[key] = Node(node, key, [-1] * len(self.groups), digest)
         return found
 

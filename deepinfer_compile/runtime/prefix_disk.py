@@ -1,15 +1,25 @@
 """What of the tree of cached pages is on disk: which are written when a request ends, and which a new one gets back.
 
-A new request takes pages from disk into the pools first, where they are as idle as if they had been there all along;
-then it looks for its hit. Of a window only the pages are written that a request needs which goes on after the prompt or
-after the answer, so with windows a hit from disk ends at one of these.
+Pages that a request needs are read from the moment it is queued, by a thread (`disk_thread.py`), and it waits for them
+when it would start; meanwhile others run, and start. Then they go into the pools, where they are as idle as if they had
+been there all along, and the request looks for its hit. What waits in memory to go there is bounded, but for one
+request. Copies between the pools and the host are made by the thread that runs the steps, since only it knows who holds
+a page; what a long request leaves behind is copied over several steps, since others wait for them.
+
+Of a window only the pages are written that a request needs which goes on after the prompt or after the answer, so with
+windows a hit from disk ends at one of these. Pages are written from the start of a request on, and none after one that
+was not: it would be of no use. What a request used is kept as long as its class says, from its end on.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import replace
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,10 +27,20 @@ from torch import Tensor
 
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.disk import DiskPages
+from deepinfer_compile.runtime.disk_thread import DiskThread, Page, Reading
 from deepinfer_compile.runtime.request import Request
 
 if TYPE_CHECKING:
     from deepinfer_compile.runtime.prefix import Key, Node, PrefixCache, PrefixStats
+
+COPIED = 64 << 20
+"""Bytes of ended requests that each step copies for the disk, about, while there are other requests."""
+STAGED = 1 << 30
+"""Bytes read that may wait for their requests to start; the reading that crosses this is the last one begun."""
+PATIENCE = 60.0
+"""Seconds that a change of the model waits for what is queued for disk."""
+TRIES = 2
+"""How often pages are read for a request, of which some may leave the pools while it waits for others."""
 
 
 class Rows(Protocol):
@@ -31,18 +51,38 @@ class Rows(Protocol):
     def write_page(self, group: int, page: int, rows: Mapping[str, Tensor]) -> bool: ...
 
 
-class DiskTier:
-    """Moves pages between the pools and a folder. rows: gets and puts what pages hold."""
+@dataclass(frozen=True)
+class Taken:
+    """What a request got from disk. before: pages of the hit that it would have had without. sizes: bytes of the rows
+    of each page that was read."""
 
-    def __init__(self, disk: DiskPages, rows: Rows) -> None:
-        self._disk, self._rows = disk, rows
+    before: int
+    sizes: dict[Page, int] = field(default_factory=dict)
+
+
+class DiskTier:
+    """Moves pages between the pools and a folder. rows: gets and puts what pages hold. keep: by the class of a request,
+    seconds that its pages are kept there after their last use; those of a class with 0 are not written."""
+
+    def __init__(self, disk: DiskPages, rows: Rows, keep: Mapping[str, float]) -> None:
+        self._disk, self._rows, self._keep = disk, rows, keep
+        self.work = DiskThread(disk)
         self._restored = 0
-        self._sought: Request | None = None
+        self._leaving: deque[Iterator[int]] = deque()
+        self._readings: dict[Request, list[Reading]] = {}
+        self._hungry: set[Request] = set()
+        self._settled: dict[Request, Taken] = {}
+        weakref.finalize(self, self.work.end).atexit = False
 
     @property
     def root(self) -> bytes:
         """What the names of all pages of this model begin from."""
         return self._disk.root
+
+    @property
+    def reading(self) -> bool:
+        """Whether some request waits for pages."""
+        return any(self.waits(request) for request in self._readings)
 
     def count(self, stats: PrefixStats) -> PrefixStats:
         """The counters with those of the disk."""
@@ -51,79 +91,205 @@ class DiskTier:
             stats,
             restored=self._restored,
             damaged=disk.damaged,
+            disk_dropped=self.work.dropped,
             disk_failures=disk.failures,
+            disk_evictions=disk.evictions,
+            disk_expired=disk.expired,
             disk_pages=len(disk),
             disk_bytes=disk.size,
         )
 
     def clear(self, identity: str) -> None:
         """Go over to another model, or delete all pages of this one if there is no identity."""
-        self._sought = None
-        if identity:
-            self._disk.adopt(identity)
-        else:
-            self._disk.clear()
+        self.drop_all()
+        if not identity:
+            self.work.empty()
+        change = partial(self._disk.adopt, identity) if identity else self._disk.clear
+        if not self.work.call(change, PATIENCE):
+            self.work.give_up()
 
-    def remove(self, node: Node, group: int) -> None:
-        """Delete a page if it is there."""
-        self._disk.remove(node.digest, group)
+    def remove(self, node: Node) -> None:
+        """Delete a page if it is there, and all that hang on it."""
+        self.work.remove(node.digest)
 
     def store(self, tree: PrefixCache, node: Node, count: int, request: Request) -> None:
-        """Write the pages up to a request's newest full one, its `count`th, which is `node`'s."""
+        """Have the pages written up to a request's newest full one, its `count`th, which is `node`'s; see `pump`."""
+        self.work.check()
+        if self.work.off or self._keep[request.params.retention] <= 0:
+            return
+        until = self._until(request)
         ends = (count, min(count, (len(request.prompt) - 1) // PAGE_SIZE))
-        for page in range(count - 1, -1, -1):
+        path = _path(node)
+        self.work.touch([one.digest for one in reversed(path)], until)  # ends go before what they hang on
+        self._leaving.append(self._write(tree, path, ends, until))
+
+    def pump(self, most: float | None = None) -> None:
+        """Copy about so many bytes of what is to be written (default: COPIED); the rest waits for the next call."""
+        most = COPIED if most is None else most
+        while self._leaving and most > 0:
+            size = next(self._leaving[0], None)
+            if size is None:
+                self._leaving.popleft()
+            most -= size or 0
+
+    def _write(self, tree: PrefixCache, path: list[Node], ends: tuple[int, int], until: float) -> Iterator[int]:
+        """Copy the pages that are not on disk one by one, the first first; yields their bytes.
+
+        A page may have left the pools meanwhile: then those that hang on it are of no use either.
+        """
+        above, linked = b"", any(group.reach is None for group in tree.groups)
+        for page, one in enumerate(path):
             for i, group in enumerate(tree.groups):
                 needed = any(group.first(end * PAGE_SIZE) <= page < end for end in ends)
-                if needed and node.pages[i] >= 0 and not self._disk.has(node.digest, i):
-                    self._disk.write(node.digest, i, self._rows.read_page(i, node.pages[i]))
-            assert node.parent is not None
-            node = node.parent
+                if not needed or self.work.has(one.digest, i) or (one.pages[i] < 0 and group.reach is not None):
+                    continue
+                if self.work.full or one.pages[i] < 0:
+                    self.work.dropped += len(path) - page
+                    self.work.trim(one.digest if i else above)
+                    return
+                rows = self._rows.read_page(i, one.pages[i])
+                self.work.write(one.digest, i, rows, above, until)
+                yield sum(held.nbytes for held in rows.values())
+            above = one.digest if linked else b""
 
-    def restore(self, tree: PrefixCache, request: Request) -> None:
-        """Take the pages that make a longer hit from disk, if the pools have room for them; once for a request."""
-        if request is self._sought:
-            return
-        self._sought = request
-        while not self._try(tree, request):
+    def _until(self, request: Request) -> float:
+        """Until when the pages of a request are kept, if it is used now."""
+        return self._disk.clock() + self._keep[request.params.retention]
+
+    def expect(self, tree: PrefixCache, request: Request) -> None:
+        """Begin to read what a request that is queued needs from disk, if there is room for it in memory."""
+        known = request in self._settled or request in self._readings
+        if not known and not self.work.off and self._staged() < STAGED:
+            self._begin(request, self._lacking(tree, request, {}))
+
+    def waits(self, request: Request) -> bool:
+        """Whether a request is known to wait, for its own pages or for room in memory to read them."""
+        if self.work.off:
+            return False
+        under_way = not all(held.done for held in self._readings.get(request, ()))
+        return under_way or (request in self._hungry and self._staged() >= STAGED)
+
+    def ready(self, tree: PrefixCache, request: Request) -> bool:
+        """Whether all that a waiting request gets from disk is in the pools, as it is from then on; see `expect`.
+
+        Pages that the pools have no room for are not taken.
+        """
+        self.work.check()
+        if request in self._settled:
+            return True
+        if self.waits(request):
+            return False
+        readings = self._readings.get(request, [])
+        came = {page: rows for held in readings for page, rows in held.rows.items()}
+        more = self._lacking(tree, request, came) if len(readings) < TRIES else []
+        if more and not self.work.off:
+            if readings or self._staged() < STAGED:
+                self._begin(request, more)
+            else:
+                self._hungry.add(request)
+            return False
+        self.drop(request)
+        self._settled[request] = Taken(self._usable(tree, request) if came else 0)
+        begin = time.perf_counter()
+        while came and not self._install(tree, request, came):
             pass
+        if readings and request.timing is not None:
+            request.timing.spent(0.0, time.perf_counter() - begin + sum(held.seconds for held in readings))
+        return True
 
-    def _try(self, tree: PrefixCache, request: Request) -> bool:
-        """Restore; False if a file turned out to be of no use, and is there no more."""
+    def taken(self, request: Request) -> Taken:
+        """What was read for a request that waits."""
+        return self._settled.get(request) or Taken(0)
+
+    def drop(self, request: Request) -> None:
+        """A request does not wait any more."""
+        self._settled.pop(request, None)
+        self._hungry.discard(request)
+        for held in self._readings.pop(request, []):
+            self.work.drop(held)
+
+    def drop_all(self) -> None:
+        """Begin anew with all requests that wait, and write nothing more of those that ended."""
+        self._leaving.clear()
+        for request in {*self._settled, *self._hungry, *self._readings}:
+            self.drop(request)
+
+    def _staged(self) -> int:
+        return sum(held.size for readings in self._readings.values() for held in readings)
+
+    def _usable(self, tree: PrefixCache, request: Request) -> int:
+        """Pages of the hit that the pools make."""
+        return tree.reach([[page >= 0 for page in node.pages] for node in tree.walk(request)])[0]
+
+    def _lacking(self, tree: PrefixCache, request: Request, came: Container[Page]) -> list[Page]:
+        """What of a longer hit is on disk, beside what came from there."""
+        begin = time.perf_counter()
+        missing = self._missing(tree, request, lambda page: page in came or self.work.has(*page))[1]
+        if request.timing is not None:
+            request.timing.spent(time.perf_counter() - begin)
+        return [page for pages in missing for page in pages.values() if page not in came]
+
+    def _begin(self, request: Request, pages: list[Page]) -> None:
+        self._hungry.discard(request)
+        if pages:
+            self._readings.setdefault(request, []).append(self.work.read(pages, self._until(request)))
+
+    def _missing(
+        self, tree: PrefixCache, request: Request, has: Callable[[Page], bool]
+    ) -> tuple[list[Key], list[dict[int, Page]]]:
+        """The keys of a longer hit with pages that another place has, and per group those pages by number."""
         nodes, keys = tree.walk(request), tree.keys(request)
         there = [[page >= 0 for page in node.pages] for node in nodes]
         there += [[False] * len(tree.groups)] * (len(keys) - len(nodes))
-        found, digest = [], self.root
+        found, digests, digest = [], [], self.root
         for key, row in zip(keys, there):
             digest = digest_of(digest, key)
-            found.append([has or self._disk.has(digest, i) for i, has in enumerate(row)])
+            digests.append(digest)
+            found.append([held or has((digest, i)) for i, held in enumerate(row)])
         usable = tree.reach(found)[0]
         if usable <= tree.reach(there)[0]:
-            return True
-        wanted = [
-            {page for page in range(group.first(usable * PAGE_SIZE), usable) if not there[page][i]}
+            return [], [{} for _ in tree.groups]
+        return keys[:usable], [
+            {page: (digests[page], i) for page in range(group.first(usable * PAGE_SIZE), usable) if not there[page][i]}
             for i, group in enumerate(tree.groups)
         ]
+
+    def _install(self, tree: PrefixCache, request: Request, came: dict[Page, dict[str, Tensor]]) -> bool:
+        """Put what came into the pools; False if a page turned out to be of no use, and is there no more."""
+        keys, wanted = self._missing(tree, request, came.__contains__)
+        nodes = tree.walk(request)
         held = [np.array([n.pages[i] for n in nodes if n.pages[i] >= 0], np.int32) for i in range(len(tree.groups))]
         for group, pages in zip(tree.groups, held):
             group.pool.share(pages)
         fits = all(len(missing) <= group.pool.free for group, missing in zip(tree.groups, wanted))
-        done = not fits or self._read(tree, keys[:usable], wanted)
+        done = not fits or self._fill(tree, keys, wanted, came, self._settled[request].sizes)
         for group, pages in zip(tree.groups, held):
             group.pool.give(pages)
         return done
 
-    def _read(self, tree: PrefixCache, keys: list[Key], wanted: list[set[int]]) -> bool:
-        """Read the wanted pages of each group into pages that are idle afterwards; False at the first that fails.
+    def _fill(
+        self,
+        tree: PrefixCache,
+        keys: list[Key],
+        wanted: list[dict[int, Page]],
+        came: dict[Page, dict[str, Tensor]],
+        sizes: dict[Page, int],
+    ) -> bool:
+        """Fill the wanted pages of each group, which are idle afterwards, and note their sizes; False at the first that
+        fails.
 
         All are taken before a node is made: to take one may prune nodes that no page or request keeps in the tree.
         """
         taken = [group.pool.take(len(pages)) for group, pages in zip(tree.groups, wanted)]
         left = [iter(pages.tolist()) for pages in taken]
         node, whole = tree.root, True
-        for page, key in enumerate(keys):
+        for number, key in enumerate(keys):
             node = tree.child(node, key)
             for i in range(len(tree.groups)):
-                whole = whole and (page not in wanted[i] or self._read_page(tree, node, i, next(left[i])))
+                page = wanted[i].get(number)
+                whole = whole and (page is None or self._fill_page(tree, node, page, next(left[i]), came))
+                if whole and page is not None:
+                    sizes[page] = sum(held.nbytes for held in came[page].values())
             if not whole:
                 break
         for group, pages in zip(tree.groups, taken):
@@ -131,17 +297,26 @@ class DiskTier:
         tree.prune(node)
         return whole
 
-    def _read_page(self, tree: PrefixCache, node: Node, group: int, page: int) -> bool:
-        """Read a node's page of one group; False where the file is of no use, and there no more."""
-        rows = self._disk.read(node.digest, group)
-        if rows is None:
+    def _fill_page(
+        self, tree: PrefixCache, node: Node, page: Page, place: int, came: dict[Page, dict[str, Tensor]]
+    ) -> bool:
+        """Put a node's page of one group into a place of the pool; False where it is of no use, and there no more."""
+        if not self._rows.write_page(page[1], place, came[page]):
+            del came[page]
+            self.work.discard(*page)
             return False
-        if not self._rows.write_page(group, page, rows):
-            self._disk.discard(node.digest, group)
-            return False
-        tree.own(node, group, page)
+        tree.own(node, page[1], place)
         self._restored += 1
         return True
+
+
+def _path(node: Node) -> list[Node]:
+    """The nodes up to one, the first page's first."""
+    found: list[Node] = []
+    while node.parent is not None:
+        found.append(node)
+        node = node.parent
+    return found[::-1]
 
 
 def digest_of(parent: bytes, key: Key) -> bytes:

@@ -6,7 +6,7 @@ When pages run out, the youngest running request loses its pages and its place a
 a request takes pages only from younger ones, and waits if there is none. So the oldest always advances, and since
 every accepted request fits into the caches alone, all of them end. A request that is admitted starts after the pages
 that it shares with others (`prefix.py`); it waits while the next one is about to be filled by another, which takes
-what the budget gives until then.
+what the budget gives until then. While pages of a request are on their way from disk, those behind it go first.
 
 The state of running requests is kept as arrays with one entry a seat, so that a step costs array operations and not a
 loop over requests.
@@ -14,8 +14,10 @@ loop over requests.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -104,23 +106,28 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that fits into the caches when it is alone."""
         self.waiting.append(request)
+        if len(self.waiting) <= self._seats:
+            self._expect(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is, and free what it holds."""
         if request.seat < 0:
             self.waiting.remove(request)
-            return
-        if self.prefix is not None and request.error is None:
-            self.prefix.store(request)
-        self._vacate(request, failed=request.error is not None)
+            if self.prefix is not None:
+                self.prefix.drop(request)
+        else:
+            if self.prefix is not None and request.error is None:
+                self.prefix.store(request)
+            self._vacate(request, failed=request.error is not None)
+        if self.prefix is not None and self.prefix.disk is not None and not self.waiting and not self.running:
+            self.prefix.disk.pump(math.inf)  # nobody waits for it, and no step may come
 
     def schedule(self) -> Plan | None:
         """Choose the next step and give its requests pages; None when there is no request.
 
         Tables are final after this call; `advance` must follow when the step has run.
         """
-        admits = self.waiting and self._free
-        if self._kept is not None and not admits and self._is_steady(*self._kept):
+        if self._kept is not None and not self._admits() and self._is_steady(*self._kept):
             return self._kept[0]
         seats = self._running
         count = self._grant(seats)
@@ -192,7 +199,7 @@ class Scheduler:
         Its input ids are not known yet. None where it depends on more than the tokens: a request joined, left or has
         prompt to read, one that waits finds a seat, or pages have run out.
         """
-        if self._kept is None or (self.waiting and self._free):
+        if self._kept is None or self._admits():
             return None
         plan, steady = self._kept
         seats = plan.seats
@@ -258,9 +265,13 @@ class Scheduler:
         promised = [0] * len(self.pages.groups)
         new: list[int] = []
         grants: list[int] = []
-        while self.waiting and self._free:
-            request = self.waiting[0]
-            scores = request.unscored < len(request.prompt) - 1
+        at = 0
+        while at < min(len(self.waiting), self._seats) and self._free:
+            request = self.waiting[at]
+            if not self._ready(request):
+                at += 1
+                continue
+            scores = _scores(request)
             hit = self.prefix.find(request) if self.prefix is not None and not scores else None
             if hit and self.prefix and self.prefix.is_coming(request, hit, self._readers()):
                 break
@@ -269,7 +280,8 @@ class Scheduler:
                 break
             budget -= chunk
             scoring -= chunk if scores else 0
-            new.append(self._take_seat(self.waiting.popleft(), scores, hit))
+            del self.waiting[at]
+            new.append(self._take_seat(request, scores, hit))
             grants.append(chunk)
         if not new:
             return plan
@@ -279,12 +291,29 @@ class Scheduler:
         self._running = np.concatenate((self._running, joined))
         return Plan(np.concatenate((plan.seats, joined)), np.concatenate((plan.count, count)), new)
 
+    def _admits(self) -> bool:
+        """Whether a request that waits could be seated, but for pages."""
+        if not self._free or self.prefix is None:
+            return bool(self._free and self.waiting)
+        return not all(self.prefix.waits(request) for request in islice(self.waiting, self._seats))
+
+    def _ready(self, request: Request) -> bool:
+        """Whether a request waits for nothing from disk."""
+        return self.prefix is None or _scores(request) or self.prefix.ready(request)
+
     def _readers(self) -> list[Request]:
         """Requests whose prompts are read now as fast as the budget allows."""
         return [self.request(seat) for seat in self._feed if not self._scoring[seat]]
 
+    def _expect(self, request: Request) -> None:
+        """Begin to read from disk what a request needs that is among the next to be seated."""
+        if self.prefix is not None and not _scores(request):
+            self.prefix.expect(request)
+
     def _take_seat(self, request: Request, scores: bool, hit: Hit | None) -> int:
         self._kept = None
+        if len(self.waiting) >= self._seats:
+            self._expect(self.waiting[self._seats - 1])
         seat = request.seat = self._free.pop()
         self._seated[seat] = request
         self._feed[seat] = np.concatenate((request.prompt, np.array(request.output_ids, dtype=np.int64)))
@@ -347,6 +376,11 @@ class Scheduler:
             slot = group.table[seat, page].astype(np.int64) * PAGE_SIZE + offset
             metas.append(GroupMeta(torch.from_numpy(group.table[seats, :width]), torch.from_numpy(slot)))
         return tuple(metas)
+
+
+def _scores(request: Request) -> bool:
+    """Whether logits of a request's prompt are still wanted, so that all of it is computed."""
+    return request.unscored < len(request.prompt) - 1
 
 
 def _share(want: Ints, budget: int) -> Ints:

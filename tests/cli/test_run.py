@@ -59,6 +59,21 @@ def test_prompts_that_start_alike_read_it_once(cli: Run, toy: Toy, tmp_path: Pat
     assert [answer["token_ids"] for answer in found["outputs"]] == [toy.greedy(ids, 2) for ids in given]
 
 
+def test_another_run_finds_rows_on_disk(cli: Run, toy: Toy, tmp_path: Path) -> None:
+    ids, folder = [*(3 + i % 11 for i in range(70))], tmp_path / "cache"
+    base = ("run", toy.bundle, "--graph-only", "--ids", ",".join(map(str, ids)), "--max-tokens", 2, "--json")
+    base = (*base, "--prefix-cache-folder", folder)
+    assert cli(*base, "--keep-days", "batch=0", "--retention", "batch").exit_code == 0
+    assert not list(folder.glob("*/*.safetensors"))
+    found = [document(cli(*base, "--keep-days", "batch=1", "--retention", "batch")) for _ in range(2)]
+    assert [one["reused_tokens"] for one in found] == [0, 64]
+    assert [one["first_tokens"][0]["disk_rows"] for one in found] == [0, 64]
+    assert "for 64 rows (" in cli(*base, "--retention", "agent").stderr
+    assert found[0]["outputs"][0]["token_ids"] == found[1]["outputs"][0]["token_ids"] == toy.greedy(ids, 2)
+    for wrong in (("--keep-days", "batch"), ("--keep-days", "batch=-1"), ("--retention", "batch")):
+        assert cli(*base, *wrong).exit_code != 0
+
+
 def test_streamed_text_is_the_text(cli: Run, toy: Toy) -> None:
     base = ("run", toy.bundle, "--graph-only", "--prompt", "w3", "--max-tokens", 7)
     whole, streamed = cli(*base), cli(*base, "--stream")

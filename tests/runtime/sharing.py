@@ -31,6 +31,7 @@ def run(target: Engine, *prompts: list[int], params: SamplingParams = GREEDY) ->
     while target.alive:
         target.step()
         assert_pages(target)
+    assert target.flush(60)
     return requests
 
 
@@ -91,5 +92,8 @@ def assert_tree(cache) -> None:
             assert child.key == key
             todo.append(child)
             assert child.children or child.tips or max(child.pages, default=-1) >= 0
+    for i, group in enumerate(cache.groups):
+        above = (node.parent for node in cache.owners[i].values() if group.reach is None)
+        assert all(node is cache.root or node.pages[i] >= 0 for node in above), "a page that nobody finds"
     assert all(id(node) in found for owners in cache.owners for node in owners.values())
     assert all(id(tip) in found for tip in cache._tip)

@@ -32,6 +32,7 @@ def test_names_and_defaults():
         "detokenize": True,
         "skip_special_tokens": True,
         "include_stop_str_in_output": False,
+        "retention": "chat",
     }
 
 

@@ -266,6 +266,30 @@ def test_rows_of_a_request_that_the_model_failed_are_forgotten():
     assert run(target, prompt)[0].cached == 0
 
 
+def test_what_hangs_on_rows_of_a_failed_request_is_forgotten_too(tmp_path):
+    """An idle answer to the same start, and a running one, which goes on; on disk as well."""
+    target = engine((FULL,), prefix_cache_folder=tmp_path)
+    start, tail = ([t for t in ids(500, seed) if t != 90][:200] for seed in (0, 1))
+    run(target, [*start, *tail])
+    assert target.prefix_stats.disk_pages == 6
+    running = target.make("running", [*start, *tail[::-1]], SamplingParams(temperature=0, max_tokens=90))
+    target.add(running)
+    target.step()
+    target._executor.poison = 90
+    bad = target.make("bad", [*start, 90], GREEDY)
+    target.add(bad)
+    while bad.error is None:
+        target.step()
+    assert_pages(target)
+    target._executor.poison = None
+    assert target.scheduler.pages.cached == (0,)
+    run(target)
+    assert target.scheduler.pages.cached == (0,)
+    assert target.prefix_stats.disk_pages == 0
+    assert_right(running, target)
+    assert [run(target, [*start, *end])[0].cached for end in (tail, tail[::-1], tail)] == [0, 192, 384]
+
+
 @pytest.mark.parametrize("running", [False, True])
 def test_a_reset_forgets_everything(running):
     target = engine((FULL,))

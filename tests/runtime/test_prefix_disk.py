@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +83,7 @@ def test_a_damaged_page_is_a_miss(damage, at, tmp_path):
     node, chain = first.scheduler.prefix.root, []
     while node.children:
         (node,) = node.children.values()
-        chain.append(next(tmp_path.glob(f"*/{node.digest.hex()}.0.safetensors")))
+        chain.append(next(tmp_path.glob(f"*/{node.digest.hex()}.0.*safetensors")))
     target = engine((FULL,), prefix_cache_folder=tmp_path, max_num_batched_tokens=80)
     content = chain[at].read_bytes()
     flipped = bytearray(content)
@@ -142,27 +141,39 @@ def page(number: int) -> dict[str, torch.Tensor]:
     return {"a": torch.full((64, 3), number, dtype=torch.bfloat16), "b": torch.full((5,), number, dtype=torch.uint8)}
 
 
+def name(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
 def test_the_folder_stays_within_its_capacity(tmp_path):
-    disk = DiskPages(tmp_path, "m", 10**6)
-    disk.write(NAME, 0, page(0))
+    now = [1e9]
+
+    def pages(identity: str, capacity: int) -> DiskPages:
+        return DiskPages(tmp_path, identity, capacity, clock=lambda: now[0])
+
+    disk = pages("m", 10**6)
+    disk.write(name(0), 0, page(0))
     size = disk.size
-    disk = DiskPages(tmp_path, "m", 3 * size)
+    disk = pages("m", 3 * size)
     for i in range(1, 3):
-        disk.write(NAME, i, page(i))
-        time.sleep(0.01)
-    assert disk.read(NAME, 0) is not None
-    disk.write(NAME, 3, page(3))
-    assert [disk.has(NAME, i) for i in range(4)] == [True, False, True, True]
+        now[0] += 1
+        disk.write(name(i), 0, page(i))
+    now[0] += 1
+    assert disk.read(name(0), 0) is not None
+    disk.write(name(3), 0, page(3))
+    assert [disk.has(name(i), 0) for i in range(4)] == [True, False, True, True]
     assert (disk.evictions, disk.size) == (1, 3 * size)
     assert sum(f.stat().st_size for f in files(tmp_path)) == disk.size
-    other = DiskPages(tmp_path, "another", 2 * size)
+    now[0] += 1
+    disk.touch([name(3)], 0)
+    other = pages("another", 2 * size)
     assert [len(files(tmp_path)), len(other)] == [2, 2]
-    found = disk.read(NAME, 3)
+    found = disk.read(name(3), 0)
     assert found is not None
-    assert all(torch.equal(held, page(3)[name]) for name, held in found.items())
-    assert disk.read(NAME, 2) is None
+    assert all(torch.equal(held, page(3)[key]) for key, held in found.items())
+    assert disk.read(name(2), 0) is None
     assert (disk.damaged, disk.failures) == (0, 0)
-    DiskPages(tmp_path, "m", 0)
+    pages("m", 0)
     assert files(tmp_path) == []
 
 
@@ -242,13 +253,13 @@ def test_a_file_that_cannot_be_deleted_or_touched_stops_no_one(tmp_path, monkeyp
 
     disk = DiskPages(tmp_path, "m", 10**6)
     for i in range(2):
-        disk.write(NAME, i, page(i))
+        disk.write(name(i), 0, page(i))
     monkeypatch.setattr(os, "utime", refuse)
     monkeypatch.setattr(Path, "unlink", refuse)
-    assert disk.read(NAME, 0) is not None
+    assert disk.read(name(0), 0) is not None
     files(tmp_path)[1].write_bytes(b"")
-    assert disk.read(NAME, 1) is None
-    assert (disk.damaged, disk.failures, disk.has(NAME, 1)) == (1, 1, False)
+    assert disk.read(name(1), 0) is None
+    assert (disk.damaged, disk.failures, disk.has(name(1), 0)) == (1, 1, False)
     disk.clear()
     assert (len(disk), disk.size) == (0, 0)
 
@@ -280,9 +291,22 @@ def test_a_page_read_from_disk_is_found_although_its_place_was_a_branch(tmp_path
         cache._drop(0, one_lost.pages[0])
     pool.take(pool._unused)
     request = target.make("again", [*start, *two, 1], GREEDY)
+    assert not cache.ready(request)
+    assert target.flush(60)
+    assert cache.ready(request)
     assert cache.find(request).tokens == 2 * PAGE_SIZE
     assert target.prefix_stats.restored == 2
     assert_tree(cache)
+
+
+def assert_folder(target, folder: Path) -> None:
+    """What is on disk is what is known of it, and every page can be found."""
+    stats, there = target.prefix_stats, files(folder)
+    assert (stats.disk_pages, stats.disk_bytes) == (len(there), sum(file.stat().st_size for file in there))
+    parts = [file.name.split(".") for file in there]
+    whole = {name[0][:16] for name in parts if name[1] == "0"}
+    assert all(name[2] in whole for name in parts if len(name) == 4)
+    assert (stats.damaged, stats.disk_failures) == (0, 0)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 30))])
@@ -299,8 +323,11 @@ def test_random_runs_over_one_folder(seed, tmp_path):
             prefix_cache_folder=tmp_path / str(groups[1].window),
             prefix_cache_bytes=50_000,
         )
+        target.scheduler.prefix.disk.work.most = rng.choice([2000, 10_000, 10**9])
         for request in play(target, rng, 25):
             assert_right(request, target)
         assert_pages(target)
+        assert target.flush(60)
+        assert_folder(target, tmp_path / str(groups[1].window))
         assert target.prefix_stats.disk_bytes <= 50_000
         assert target.prefix_stats.damaged == 0

@@ -1,0 +1,100 @@
+"""What the thread of a folder does with pages that are removed, and how it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from deepinfer_compile.runtime.disk import DiskPages
+from deepinfer_compile.runtime.disk_thread import DiskThread
+from tests.runtime.conftest import Slow
+
+NAME, LATER = b"n" * 32, 1e11
+
+
+def rows(number: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((64, 4), float(number))}
+
+
+def test_a_page_that_is_discarded_while_it_is_read_or_waits_is_not_there(tmp_path):
+    disk = Slow(tmp_path, "m", 10**6)
+    work = DiskThread(disk)
+    disk.write(NAME, 0, rows(0))
+    disk.reads.clear()
+    disk.entered.clear()
+    reading = work.read([(NAME, 0)], 0.0)
+    assert work.has(NAME, 0)
+    assert disk.entered.wait(60)
+    work.remove(NAME)
+    assert not work.has(NAME, 0)
+    late = work.read([(NAME, 0)], 0.0)
+    work.write(NAME, 0, rows(1), b"", LATER)  # computed anew
+    assert work.has(NAME, 0)
+    disk.reads.set()
+    assert work.flush(60)
+    assert reading.done
+    assert reading.rows == {}
+    assert late.done
+    assert torch.equal(disk.read(NAME, 0)["a"], rows(1)["a"])
+    disk.writes.clear()
+    work.write(NAME, 1, rows(2), b"", LATER)
+    work.remove(NAME)
+    disk.writes.set()
+    assert work.flush(60)
+    assert not disk.has(NAME, 1)
+    assert work.queued == 0
+    assert work.close(60)
+
+
+def test_close_keeps_to_its_limit_and_may_come_again(tmp_path):
+    disk = Slow(tmp_path, "m", 10**6)
+    work = DiskThread(disk)
+    disk.writes.clear()
+    for i in range(3):
+        work.write(NAME, i, rows(i), b"", LATER)
+    assert disk.entered.wait(60)
+    assert not work.close(0.01)
+    assert work.dropped == 3
+    disk.writes.set()
+    assert work.close(60)
+    assert work.dropped == 3
+    work._thread.join(60)
+    work.write(NAME, 5, rows(5), b"", LATER)
+    assert not work.has(NAME, 0)
+    assert (len(disk), work.queued) == (1, 0)
+    assert DiskThread(disk).close(0)
+
+
+EXIT = """
+import sys, threading
+from pathlib import Path
+import torch
+from deepinfer_compile.runtime import disk_thread
+from deepinfer_compile.runtime.disk import DiskPages
+
+class Stuck(DiskPages):
+    def write(self, *args):
+        started.set()
+        if sys.argv[2] == "stuck":
+            threading.Event().wait()
+        super().write(*args)
+
+started = threading.Event()
+disk_thread.EXIT_SECONDS = 0.2 if sys.argv[2] == "stuck" else 60
+work = disk_thread.DiskThread(Stuck(Path(sys.argv[1]), "m", 10**7))
+for i in range(20):
+    work.write(b"n" * 32, i, {"a": torch.full((64, 4), float(i))}, b"", 1e11)
+assert started.wait(60)
+print("end")
+"""
+
+
+@pytest.mark.parametrize(("way", "count"), [("fine", 20), ("stuck", 0)])
+def test_the_interpreter_writes_what_waits_and_does_not_hang(way, count, tmp_path):
+    command = [sys.executable, "-c", EXIT, str(tmp_path), way]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+    assert len(DiskPages(tmp_path, "m", 10**7)) == count
