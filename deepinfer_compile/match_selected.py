@@ -63,6 +63,12 @@ class Attending:
     scale: float
 
 
+def made_by(program: Program, source: Any) -> tuple[Node, Node]:
+    """The block call that gives a value of the skeleton, and the node in the block that is it."""
+    maker, place = (source, 0) if source.op == "call_module" else source.args
+    return maker, outputs_of(program.blocks[str(maker.target)])[place]
+
+
 class Positions:
     """Runs values of a program that are made of positions alone, across its blocks."""
 
@@ -83,10 +89,10 @@ class Positions:
         ref = self.program.weights.get(source.name)
         if ref is not None and ref.value is not None and not ref.value.is_meta:
             return ref.value
-        if source.op != "call_function":
+        if source.op == "placeholder":
             raise NearMiss(f"it depends on {source.name}")
-        maker, place = source.args
-        return self.value(str(maker.target), outputs_of(self.program.blocks[str(maker.target)])[place], tokens)
+        maker, made = made_by(self.program, source)
+        return self.value(str(maker.target), made, tokens)
 
     def ratio(self, block: str, numbers: Node, seen: Node) -> int:
         """How many tokens a row stands for, of what row each token completes and how many it sees. Raises NearMiss."""

@@ -20,7 +20,7 @@ from deepinfer_compile.errors import NotRowwise
 from deepinfer_compile.graph import argument, is_op, tensor, value
 from deepinfer_compile.match import expr
 from deepinfer_compile.match_moe import SHAPE_ONLY
-from deepinfer_compile.ops import ATTENTION, LATENT_ATTENTION
+from deepinfer_compile.ops import ATTENTION, LATENT_ATTENTION, RECENT, SELECT_ROWS, SELECTED_ATTENTION
 from deepinfer_compile.pairs import Edge, Exit, Pair, Pairs
 from deepinfer_compile.program import Program
 from deepinfer_compile.rowwise import Call, Kind, Rows, Value, call_value, input_value
@@ -101,6 +101,8 @@ def _kept(held: Value) -> Mixing:
 def _call(node: Node, env: dict[Node, Any], tokens: Any, pairs: Pairs) -> tuple[Any, Mixing]:
     if is_op(node, ATTENTION.overload, LATENT_ATTENTION.overload):
         return _attention(node, env, tokens)
+    if is_op(node, RECENT.overload, SELECT_ROWS.overload, SELECTED_ATTENTION.overload):
+        return _selected(node)
     if node.users and all(is_op(u, *SHAPE_ONLY) and u.args[0] is node for u in node.users):
         return Kind.CONST, Mixing("constant")
     odd = any(isinstance(env.get(i), (_Shifted, Pair)) for i in node.all_input_nodes)
@@ -160,6 +162,18 @@ def _attention(node: Node, env: dict[Node, Any], tokens: Any) -> tuple[Any, Mixi
     if plain and not argument(node, "causal"):
         return held, Mixing("not causal", held, 0, reads, "its attention sees later tokens")
     return held, Mixing("window" if window else "causal", held, window, reads)
+
+
+def _selected(node: Node) -> tuple[Any, Mixing]:
+    """Calls that read rows of the tokens before: the last ones, or those that a choice among all of them gives."""
+    rows = Rows("tokens", 1)
+    if is_op(node, RECENT.overload):
+        return rows, Mixing("window", rows, int(argument(node, "count")))
+    if is_op(node, SELECT_ROWS.overload):
+        return (rows, rows), Mixing("causal", rows, 0, frozenset({(argument(node, "keys"), node)}))
+    chosen, window = argument(node, "rows"), int(argument(node, "window"))
+    read = argument(node, "latents") if chosen is None else chosen
+    return rows, Mixing("window" if chosen is None else "causal", rows, window, frozenset({(read, node)}))
 
 
 def _unknown(node: Node, tokens: Any, reason: str) -> tuple[Any, Mixing]:

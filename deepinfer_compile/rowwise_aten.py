@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from deepinfer_compile.graph import tensor, value
-from deepinfer_compile.match import expr, is_tensor
+from deepinfer_compile.match import equal_size, expr, is_tensor
 from deepinfer_compile.rowwise import RULES, Call, Kind, Rows, Value, aligned, rule
 
 
@@ -377,7 +377,14 @@ def _gather(call: Call) -> Value:
 
 @rule("aten.scatter", "aten.scatter_add", "aten.scatter_reduce")
 def _scatter(call: Call) -> Value:
-    found = _elsewhere(call, call.arg("dim"), "writes by index along")
+    index = call.arg("index")
+    held = call.of(index)
+    if call.of(_first(call)) is Kind.CONST and isinstance(held, Rows) and held.axis != "tokens":
+        # filled with one number for rows that are not the tokens: it has as many as there are indices
+        same = equal_size(tensor(_first(call)).shape[held.dim], tensor(index).shape[held.dim])
+        found = held if same and call.dim(_first(call), call.arg("dim")) != held.dim else call.rows(_first(call))
+    else:
+        found = _elsewhere(call, call.arg("dim"), "writes by index along")
     for name in ("index", "src"):
         if is_tensor(call.arg(name)) and call.of(call.arg(name)) != found:
             call.refuse("what it writes does not run over the same tokens")

@@ -182,9 +182,11 @@ def _cached_select_rows(call: Call) -> Value:
 @rule("deepinfer.cached_selected_attention")
 def _cached_selected_attention(call: Call) -> Value:
     call.constant(call.arg("sinks"), "the sinks")
-    for name in ("cache", "rows", "rows_table"):
+    for name in ("cache", "rows"):
         if isinstance(call.arg(name), Node):
             _cache(call, call.arg(name))
+    if call.of(call.arg("rows_table")) not in (Kind.BATCH, Kind.ROW_BATCH, Kind.KEPT_BATCH, None):
+        call.refuse("rows_table is not a block table")
     return _described(call, _agree(call, _given(call, "q", "latents", "slot", "written", "chosen")))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from deepinfer_compile.graph import argument, is_op
-from deepinfer_compile.ops import ATTENTION, LATENT_ATTENTION
+from deepinfer_compile.ops import ATTENTION, LATENT_ATTENTION, SELECTED_ATTENTION
 from deepinfer_compile.program import Program
 
 QUERIES = {ATTENTION.overload: ("q",), LATENT_ATTENTION.overload: ("q_nope", "q_rope")}
@@ -100,6 +100,8 @@ def may_share(program: Program) -> bool:
     """Whether some attention may have queries that come from further up than its keys do; a look at blocks alone."""
     for name, gm in program.blocks.items():
         holes = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        if any(argument(n, "rows") in holes for n in gm.graph.nodes if is_op(n, SELECTED_ATTENTION.overload)):
+            return True
         calls = [c for c in program.calls() if c.target == name]
         made = {h for i, h in enumerate(holes) if any(_maker(c.args[i]) is not None for c in calls)}
         marks = {*made, *attentions(gm)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from torch.fx import Node
 
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, argument, fake_mode_of, is_op, tensor, value
+from deepinfer_compile.match_selected import made_by
 from deepinfer_compile.ops import (
     CACHED_RECENT,
     CACHED_SELECT_ROWS,
@@ -24,7 +26,7 @@ from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.program import CacheSpec, Program
 from deepinfer_compile.prune import prune
 from deepinfer_compile.runtime.batch import PAGE_SIZE
-from deepinfer_compile.skeleton import add_outputs, block_input, fresh, item_of, outputs_of, program_input, tokens_of
+from deepinfer_compile.skeleton import add_outputs, block_input, fresh, item_of, program_input, tokens_of
 
 A = torch.ops.aten
 SITES = (RECENT.overload, SELECT_ROWS.overload, SELECTED_ATTENTION.overload)
@@ -254,22 +256,23 @@ class _Cacher:
     def _maker(self, call: Node, hole: Node) -> tuple[Node, Node]:
         """The call that makes what a call is given, and the node that is it in its block."""
         holes = [n for n in self.program.blocks[str(call.target)].graph.nodes if n.op == "placeholder"]
-        source: Any = call.args[holes.index(hole)]
-        maker, place = source.args
-        return maker, outputs_of(self.program.blocks[str(maker.target)])[place]
+        return made_by(self.program, call.args[holes.index(hole)])
 
     def _own(self) -> tuple[dict[tuple[Node, Node], Node], list[CacheSpec]]:
         """Inputs of the skeleton for the caches that blocks write, by call and hole."""
         graph = self.program.skeleton.graph
         anchor = next(n for n in graph.nodes if n.op != "placeholder")
         names: dict[tuple[Node, Node], Node] = {}
-        caches, stems = [], self.program.cache_stems()
+        stems, taken, caches = self.program.cache_stems(), Counter[str](), list[CacheSpec]()
+        for held in self.program.caches:
+            taken[held.name.rpartition("_")[0]] += 1
         for order, call in enumerate(self.program.calls()):
             layer = call.meta["layer"] if call.meta["layer"] is not None else order
-            taken = sum(c.name.startswith(f"cache_{stems[call]}_") for c in self.program.caches)
-            for i, (hole, (kind, group)) in enumerate(self.blocks[str(call.target)].own.items(), taken):
+            for hole, (kind, group) in self.blocks[str(call.target)].own.items():
+                stem = f"cache_{stems[call]}"
                 with graph.inserting_before(anchor):
-                    node = graph.placeholder(f"cache_{stems[call]}_{i}")
+                    node = graph.placeholder(f"{stem}_{taken[stem]}")
+                taken[stem] += 1
                 node.meta = {"val": value(hole)}
                 names[call, hole] = node
                 self._feed(call, hole, node)

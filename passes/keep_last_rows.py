@@ -13,7 +13,14 @@ from deepinfer_compile.errors import BadOption
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, argument, fake_mode_of, is_op, tensor, value
 from deepinfer_compile.narrowing import METAS, Made, insert_select, move_to_end, needed_by, renew
-from deepinfer_compile.ops import CACHED_ATTENTION, KEPT_BATCH, WRITE_KV
+from deepinfer_compile.ops import (
+    CACHED_ATTENTION,
+    CACHED_RECENT,
+    CACHED_SELECTED_ATTENTION,
+    KEPT_BATCH,
+    WRITE_KV,
+    WRITE_ROWS,
+)
 from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.products import projection_flops, row_flops
 from deepinfer_compile.program import Program
@@ -23,6 +30,7 @@ from deepinfer_compile.skeleton import fresh, program_input
 A = torch.ops.aten
 KEPT, START, ROWS = "kept", "kept_start", "rows"
 EXAMPLE_ROWS = 3
+OWN = (CACHED_ATTENTION.overload, CACHED_RECENT.overload, CACHED_SELECTED_ATTENTION.overload)
 
 
 @register
@@ -50,9 +58,9 @@ class KeepLastRows:
         if split is None or split["replay"] != "off" or not keep or ctx.settings.get("replay") == "off":
             return program
         decoder = [c for c in program.calls() if split["parts"][c.name] == "decoder"]
-        wide = needed_by(program, decoder, (WRITE_KV.overload,))
+        wide = needed_by(program, decoder, (WRITE_KV.overload, WRITE_ROWS.overload))
         narrow = [c for c in decoder if c not in wide]
-        windows = [int(argument(n, "window")) for c in narrow for n in _own(program.blocks[str(c.target)])]
+        windows = [_window(n) for c in narrow for n in _own(program.blocks[str(c.target)])]
         if not windows:
             return program
         if keep < max(windows):
@@ -73,8 +81,12 @@ class KeepLastRows:
 
 
 def _own(gm: GraphModule) -> list[Node]:
-    """The attentions of a block that write a cache."""
-    return [n for n in gm.graph.nodes if is_op(n, CACHED_ATTENTION.overload)]
+    """The calls of a block that write a cache and read it: attentions, and of the last rows."""
+    return [n for n in gm.graph.nodes if is_op(n, *OWN)]
+
+
+def _window(node: Node) -> int:
+    return int(argument(node, "count" if is_op(node, CACHED_RECENT.overload) else "window"))
 
 
 def _inputs(program: Program) -> tuple[Node, Node]:
@@ -137,6 +149,6 @@ def _read_late(gm: GraphModule, call: Node, read: list[str]) -> None:
         hole.meta = {"val": value(arg)}  # type: ignore[arg-type]
         late.setdefault(list(dict.fromkeys(read))[i // 2], []).append(hole)
     for node, name in zip(_own(gm), read, strict=True):
-        args = list(node.args)
-        args[5], args[6] = late[name]
+        args, names = list(node.args), [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+        args[names.index("seq_len")], args[names.index("block_table")] = late[name]
         node.args = tuple(args)

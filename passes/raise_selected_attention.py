@@ -11,11 +11,10 @@ from torch.fx import Node
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, tensor, value
 from deepinfer_compile.match_moe import NearMiss
-from deepinfer_compile.match_selected import Attending, Positions, Selection, attendings, selections
+from deepinfer_compile.match_selected import Attending, Positions, Selection, attendings, made_by, selections
 from deepinfer_compile.ops import SELECT_ROWS, SELECTED_ATTENTION
 from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.program import Program, output_values
-from deepinfer_compile.skeleton import outputs_of
 
 A = torch.ops.aten
 
@@ -114,10 +113,10 @@ class _Raiser:
         at, makers = holes.index(node), set()
         for call in (c for c in self.program.calls() if c.target == block):
             source: Any = call.args[at]
-            if source.op != "call_function":
+            if source.op == "placeholder":
                 raise NearMiss(f"a mask of rows comes from {source.name}")
-            made = str(source.args[0].target)
-            makers.add(self._maker(made, outputs_of(self.program.blocks[made])[source.args[1]]))
+            maker, made = made_by(self.program, source)
+            makers.add(self._maker(str(maker.target), made))
         if len(makers) != 1:
             raise NearMiss("a block is given masks of different blocks")
         return makers.pop()
@@ -174,11 +173,12 @@ class _Raiser:
     def _retype_outputs(self, block: str) -> None:
         values = output_values(self.program.blocks[block])
         for call in (c for c in self.program.calls() if c.target == block):
-            if isinstance(call.meta["val"], (tuple, list)):
-                call.meta["val"] = tuple(values)
-                for item in call.users:
-                    if item.op == "call_function":
-                        item.meta["val"] = values[item.args[1]]  # type: ignore[index]
+            if not isinstance(call.meta["val"], (tuple, list)):
+                call.meta["val"] = values[0]
+                continue
+            call.meta["val"] = tuple(values)
+            for item in (u for u in call.users if u.op == "call_function"):
+                item.meta["val"] = values[item.args[1]]  # type: ignore[index]
 
 
 def _gone(graph: torch.fx.Graph, sites: _Sites) -> set[Node]:

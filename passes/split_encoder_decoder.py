@@ -12,7 +12,8 @@ from torch.fx import Graph, GraphModule, Node
 from deepinfer_compile.boundary import Boundary, find_boundary
 from deepinfer_compile.errors import BadOption, NoBoundary
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.graph import Editor, fake_mode_of, tensor, value
+from deepinfer_compile.graph import Editor, fake_mode_of, is_op, tensor, value
+from deepinfer_compile.ops import RECENT, SELECT_ROWS, SELECTED_ATTENTION
 from deepinfer_compile.parts import Assembly
 from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.program import Program
@@ -22,6 +23,7 @@ from deepinfer_compile.skeleton import fresh
 A = torch.ops.aten
 KEPT = "kept"
 EXAMPLE_ROWS = 3
+LISTED = (RECENT.overload, SELECT_ROWS.overload, SELECTED_ATTENTION.overload)
 Replay = Literal["off", "mask", "compact"]
 
 
@@ -57,6 +59,9 @@ class SplitEncoderDecoder:
         self._check_options()
         if "split" in program.info or not (self.require or may_share(program)):
             return program
+        if self.replay != "off" and any(is_op(n, *LISTED) for gm in program.blocks.values() for n in gm.graph.nodes):
+            fix = "split before raise-selected-attention, or keep rows of the program with caches (keep-last-rows)"
+            raise BadOption(name="replay", value=self.replay, reason="it has chosen rows as lists", fix=fix)
         try:
             found = find_boundary(program)
         except NoBoundary as reason:

@@ -2,8 +2,7 @@
 
 A latent is key and value at once. Rows of the shared cache stand for `ratio` tokens each; which of them a token attends
 to is a list of numbers, made by `select_rows` from small keys. Plain forms take one sequence from its start, a row or a
-key at every token, of which those that complete a row count; cached forms take packed requests. Nothing here depends
-on data in its shapes, so that a compiler may trace it.
+key at every token, of which those that complete a row count; cached forms take packed requests.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from deepinfer_compile.ops.attention import masked_softmax, visibility
+from deepinfer_compile.ops.attention import masked_softmax, visibility, write_rows
 from deepinfer_compile.ops.registry import Work, define, size_bytes, wide
 
 
@@ -25,18 +24,6 @@ def token_places(slot: Tensor, query_start: Tensor, seq_len: Tensor) -> tuple[Te
     request = torch.searchsorted(query_start[1:].contiguous(), at, right=True).clamp(max=seq_len.shape[0] - 1)
     position = seq_len[request] - (query_start[request + 1] - at)
     return request, torch.where(slot >= 0, position.long(), -1)
-
-
-def store_rows(cache: Tensor, rows: Tensor, slot: Tensor) -> None:
-    """Store rows [T, ...] at places i64[T] of cache [pages, page, ...]; -1 stores nothing.
-
-    What has no place is stored as the row with the largest one once more, so that no shape depends on data.
-    """
-    flat = cache.view(-1, *cache.shape[2:])
-    last = slot.argmax()
-    at, live = torch.where(slot >= 0, slot, slot[last]), (slot >= 0).view(-1, *[1] * (rows.dim() - 1))
-    kept = torch.where(slot[last] >= 0, rows[last].to(cache.dtype), flat[slot[last]])
-    flat.index_put_((at,), torch.where(live, rows.to(cache.dtype), kept))
 
 
 def paged_rows(cache: Tensor, table: Tensor, number: Tensor) -> Tensor:
@@ -75,7 +62,7 @@ def _cached_recent(
     fill: Tensor | None,
     count: int,
 ) -> Tensor:
-    store_rows(cache, x, slot)
+    write_rows(cache, x, slot)
     request, position = token_places(slot, query_start, seq_len)
     number = position[:, None] - torch.arange(count - 1, -1, -1, device=x.device)
     rows = paged_rows(cache, block_table[request], number).to(x.dtype)
@@ -199,7 +186,7 @@ written i64[T] what it gave -> i32 [T, top], i32 [T, blocks]. A token of slot -1
 
 
 def _write_rows(rows: Tensor, cache: Tensor, slot: Tensor, ratio: int) -> Tensor:
-    store_rows(cache, rows, torch.where((slot + 1) % ratio == 0, slot // ratio, -1))
+    write_rows(cache, rows, torch.where((slot + 1) % ratio == 0, slot // ratio, -1))
     return slot.clone()
 
 
@@ -268,7 +255,7 @@ def _cached_selected_attention(
     scale: float,
     window: int,
 ) -> Tensor:
-    store_rows(cache, latents, slot)
+    write_rows(cache, latents, slot)
     request, position = token_places(slot, query_start, seq_len)
     number = position[:, None] - torch.arange(window - 1, -1, -1, device=q.device)
     keys, visible = paged_rows(cache, block_table[request], number), number >= 0

@@ -17,6 +17,11 @@ import torch
 import deepinfer_compile
 from deepinfer_compile import LLM, SamplingParams
 from deepinfer_compile.bundle import read_bundle
+from deepinfer_compile.passes.split_encoder_decoder import SplitEncoderDecoder
+from deepinfer_compile.pipeline import Pipeline
+from deepinfer_compile.program import Program
+from deepinfer_compile.replay import bind, weights_from
+from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.loading import open_executor
 from tests import v41
 from tests.e2e.parity import bundle_tokens, prompts
@@ -95,3 +100,40 @@ def test_a_trained_model_built_from_its_folder(tmp_path: Path) -> None:
     with torch.no_grad():
         want = [v41.eager_tokens(model, ids, count) for ids in given]
     assert json.loads(done.stdout.splitlines()[-1]) == want
+
+
+def masked_tokens(program: Program, prompt: list[int], start: int, count: int) -> list[int]:
+    """Greedy tokens where windows above the boundary see no row before `start`: the whole sequence again for each."""
+    weights, ids = bind(program, weights_from(v41.make())), list(prompt)
+    for _ in range(count):
+        given = {"input_ids": torch.tensor([ids]), "position_ids": torch.arange(len(ids))[None]}
+        logits = program.run({**weights, **given, "kept": torch.arange(start, len(ids))})
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_decoders_read_the_last_rows_of_prompts(tmp_path: Path) -> None:
+    """From the page on that holds the last 16: what windows do not see in the whole model's own program with a mask."""
+    keep, lengths, count = 16, (130, 70), 6
+    deepinfer_compile.build(v41.make(), tmp_path / "b", native=False, keep=keep)
+    llm = deepinfer_compile.load(tmp_path / "b", native=False, max_model_len=256, max_num_batched_tokens=300)
+    found = bundle_tokens(llm, prompts(VOCAB, lengths), count)
+    before = v41.canonical()[1]
+    program = Pipeline((SplitEncoderDecoder(replay="mask", keep=keep),), given=before.facts).run(before)[0]
+    for tokens, prompt in zip(found, prompts(VOCAB, lengths)):
+        start = max(0, len(prompt) - keep) // PAGE_SIZE * PAGE_SIZE
+        assert tokens == masked_tokens(program, prompt, start, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("native", [False, True])
+def test_as_many_rows_as_windows_reach_are_exact(native: bool, tmp_path: Path) -> None:
+    lengths = (130, 5, 200, 70, 64, 33)
+    deepinfer_compile.build(v41.make(), tmp_path / "b", native=native, keep=31)
+    split = json.loads((tmp_path / "b" / "programs" / "prefill.json").read_text())["info"]["split"]
+    assert (split["halo"], split["exact"]) == (31, True)
+    for budget in (300, 16):
+        llm = deepinfer_compile.load(
+            tmp_path / "b", native=native, max_model_len=256, max_num_batched_tokens=budget, max_num_seqs=4
+        )
+        assert bundle_tokens(llm, prompts(VOCAB, lengths), COUNT) == wanted(lengths)
