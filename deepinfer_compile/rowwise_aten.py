@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from deepinfer_compile.graph import tensor, value
-from deepinfer_compile.match import equal_size, expr, is_tensor
+from deepinfer_compile.match import expr, is_tensor
 from deepinfer_compile.rowwise import RULES, Call, Kind, Rows, Value, aligned, rule
 
 
@@ -213,8 +213,8 @@ def _pad(call: Call) -> Value:
     return held
 
 
-@rule("aten.view_as_complex", "aten.view_as_real")
-def _complex_view(call: Call) -> Value:
+@rule("aten.view_as_complex", "aten.view_as_real", "aten.one_hot")
+def _as_it_is(call: Call) -> Value:
     return call.rows(_first(call))
 
 
@@ -321,11 +321,6 @@ def _embedding(call: Call) -> Value:
     return call.rows(call.arg("indices"))
 
 
-@rule("aten.one_hot")
-def _one_hot(call: Call) -> Value:
-    return call.rows(_first(call))
-
-
 @rule("aten.index")
 def _index(call: Call) -> Value:
     source, indices = call.node.args[:2]
@@ -377,13 +372,10 @@ def _gather(call: Call) -> Value:
 
 @rule("aten.scatter", "aten.scatter_add", "aten.scatter_reduce")
 def _scatter(call: Call) -> Value:
-    index = call.arg("index")
-    held = call.of(index)
-    if call.of(_first(call)) is Kind.CONST and isinstance(held, Rows) and held.axis != "tokens":
-        # filled with one number for rows that are not the tokens: it has as many as there are indices
-        same = equal_size(tensor(_first(call)).shape[held.dim], tensor(index).shape[held.dim])
-        found = held if same and call.dim(_first(call), call.arg("dim")) != held.dim else call.rows(_first(call))
-    else:
+    found, into, index = call.of(call.arg("index")), _first(call), tensor(call.arg("index"))
+    # what is filled with one number may have a row for each row of the indices, be these tokens or not
+    free = isinstance(found, Rows) and found.axis != "tokens" and found.dim != call.dim(into, call.arg("dim"))
+    if not free or call.of(into) is not Kind.CONST or tensor(into).shape[found.dim] != index.shape[found.dim]:
         found = _elsewhere(call, call.arg("dim"), "writes by index along")
     for name in ("index", "src"):
         if is_tensor(call.arg(name)) and call.of(call.arg(name)) != found:
