@@ -43,7 +43,7 @@ def test_equals_the_reference(spec: AnySpec, case: Case[Any], tokens: int) -> No
     limits = device_limits(torch.device("cuda", 0))
     assert limits is not None, "no target is this GPU"
     given = spec.inputs(case, torch.Generator().manual_seed(1))
-    floats = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, given)
+    floats = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t.clone(), given)
     wanted = as_tuple(spec.op.reference(*floats.values()))
     kernel = operator(spec, case.params, spec.default(case.params, limits, tokens))
     runs = []

@@ -1,0 +1,70 @@
+"""Batches on shuffled pages, to test and to measure with: what a kernel must not read is poison, or -1 in a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+POISON = -(1 << 30)
+"""What stands for NaN among whole numbers."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Metadata of a batch. places: of each request, where its positions lie, in tokens from the cache's start. count:
+    pages there are."""
+
+    query_start: Tensor
+    seq_len: Tensor
+    table: Tensor
+    slot: Tensor
+    places: tuple[Tensor, ...]
+    count: int
+
+    def blank(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """A cache [pages, *shape] of poison."""
+        return torch.full((self.count, *shape), math.nan if dtype.is_floating_point else POISON, dtype=dtype)
+
+
+def paged(
+    new: Sequence[int], lengths: Sequence[int], page: int, generator: torch.Generator, behind: int | None = None
+) -> Pages:
+    """Pages of requests. The first tokens of one with fewer positions than new tokens are nobody's (slot -1). behind:
+    positions before the first new one that are read, None for all; pages before those are not in the table."""
+    counts = [-(-n // page) for n in lengths]
+    order = torch.randperm(sum(counts) + 3, generator=generator)
+    table = torch.full((len(counts), max(*counts, 1) + 1), -1, dtype=torch.int32)
+    slots, places, taken = [torch.zeros(0, dtype=torch.int64)], [], 0
+    for r, (count, length) in enumerate(zip(new, lengths)):
+        own = order[taken : taken + counts[r]]
+        old = max(0, length - count)
+        first = 0 if behind is None else max(0, old - behind)
+        table[r, first // page : counts[r]] = own[first // page :].to(torch.int32)
+        at = torch.arange(length)
+        places.append(own[at // page] * page + at % page)
+        slots += [torch.full((max(0, count - length),), -1), places[r][old:]]
+        taken += counts[r]
+    start = torch.tensor([0, *new]).cumsum(0).to(torch.int32)
+    return Pages(
+        start, torch.tensor(lengths, dtype=torch.int32), table, torch.cat(slots), tuple(places), sum(counts) + 3
+    )
+
+
+def spread(shape: tuple[int, ...], width: int, align: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Random [*shape, width] inside poison, its rows at odd multiples of `align`. Whole numbers are up to 1000."""
+    gap = (-(-width // align) | 1) * align
+    poison = math.nan if dtype.is_floating_point else POISON
+    wide = torch.full((*shape[:-1], shape[-1] + 1, gap), poison, dtype=dtype)
+    found: Tensor = wide[..., 1:, :width]
+    return found.copy_(drawn((*shape, width), dtype, generator))
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Random numbers of a type."""
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(1000, shape, generator=generator).to(dtype)
