@@ -195,7 +195,7 @@ IDS = {"inner": 0, "dtype": torch.int64, "filled": True, "align": 1}
 BF16 = {"dtype": torch.bfloat16, "align": 16}
 CASES = (
     _case("one", (1,), (1,)),
-    _case("ids", (1, 1, 1), (1, 66, 200), **IDS, **{"count": 4}),
+    _case("ids", (1, 1, 1), (1, 66, 200), **IDS, count=4),
     _case("alone", (2, 1), (9, 1), count=1, inner=12),
     _case("empty", (3, 0, 1, 5, 1), (2, 0, 65, 4, 0), inner=24, filled=True, dtype=torch.bfloat16, align=8),
     _case("streams", (1, 3, 1), (130, 64, 2), outer=3, inner=8, count=2, align=8),

@@ -1,4 +1,4 @@
-"""Kernels of rows and choices in Triton's interpreter: tokens of nobody, steps one after the other, wrong neighbours."""
+"""Kernels of rows and choices in Triton's interpreter: tokens of nobody, steps one after another, poison."""
 
 from __future__ import annotations
 
