@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from deepinfer_compile import ops
-from deepinfer_compile.kernels import Call, Limits, specs
+from deepinfer_compile.kernels import Call, Limits, Refused, specs
 from deepinfer_compile.ops.registry import Op
 from tests.triton_interpreter import run
 
 LIMITS = Limits(("float32", "bfloat16"), "cuda", shared_bytes=227 * 1024, cores=132, max_warps=32)
 NAN = float("nan")
 PAGE = 64
-CUTS = (((5, 0, 67, 1), (1, 0, 1, 0), (64, 0, 62, 4)), ((1,), (1,), (7,), (80,)))
+CUTS = (((5, 0, 63, 1), (1, 0, 1, 0), (3, 0, 4, 2)), ((1,), (1,), (7,), (59,)))
 """New tokens of each request, step by step."""
 
 
@@ -119,3 +119,69 @@ def test_a_token_of_nobody_amid_a_request_is_read_from_where_it_was_written(tmp_
     assert torch.equal(out, want)
     assert torch.equal(out[2, 1], old[1, 1])
     torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize(("ratio", "window", "pieces"), [(1, 6, 1), (4, 200, 4)])
+def test_attention_step_by_step_is_that_of_whole_sequences(
+    cuts: Any, ratio: int, window: int, pieces: int, tmp_path: Path
+) -> None:
+    """Window and rows lie on different pages. Against the plain form, which knows no cache."""
+    batch, others, top = Steps(cuts), Steps(cuts), 5
+    others.tables = batch.tables.flip(0, 1)
+    queries, latents, rows = (batch.drawn(*s, seed=i) for i, s in enumerate(((3, 10), (10,), (10,))))
+    sinks = torch.tensor([0.3, -2.0, 1.0])
+    lists = [torch.full((len(x), top), -1, dtype=torch.int32) for x in latents]
+    for x in lists:
+        for t in range(len(x)):
+            seen = (t + 1) // ratio
+            x[t, : min(top, seen)] = torch.randperm(seen)[:top]
+            x[t] = x[t, torch.randperm(top)]
+    wanted = [
+        ops.SELECTED_ATTENTION.reference(*(x[None] for x in sequence), sinks, 0.4, window, ratio)[0]
+        for sequence in zip(queries, latents, rows, lists)
+    ]
+    cache, stored = batch.cache(PAGE, 10), batch.cache(PAGE // ratio, 10)
+    for (spans, meta, slot), (_, (_, _, table), written) in zip(batch, others):
+        (written,) = call(ops.WRITE_ROWS, tmp_path, batch.packed(rows, spans), stored, written, ratio)
+        chosen = batch.packed(lists, spans)
+        chosen[-2:] = 1 << 30  # of nobody: must not be looked at
+        given = (*(batch.packed(x, spans) for x in (queries, latents)), cache, *meta, slot)
+        (out,) = call(
+            ops.CACHED_SELECTED_ATTENTION, tmp_path, *given, stored, written, table, chosen, sinks, 0.4, window,
+            pieces=pieces,
+        )  # fmt: skip
+        torch.testing.assert_close(out[:-2], batch.packed(wanted, spans)[:-2], atol=3e-6, rtol=3e-6)
+        assert not out[-2:].any()
+
+
+def test_attention_to_nothing_but_sinks_is_nothing(tmp_path: Path) -> None:
+    """All tokens are nobody's; with sinks of minus infinity, too."""
+    meta = (torch.tensor([0, 2]).int(), torch.tensor([0]).int(), torch.tensor([[-1]]).int())
+    for sinks in (None, torch.tensor([1.0, -float("inf"), 0.0])):
+        for pieces in (1, 4):
+            given = (torch.randn(2, 3, 8), torch.randn(2, 8), torch.full((1, PAGE, 8), NAN), *meta)
+            slot = torch.tensor([-1, -1])
+            (out,) = call(
+                ops.CACHED_SELECTED_ATTENTION, tmp_path, *given, slot, *[None] * 4, sinks, 0.4, 20, pieces=pieces
+            )
+            assert not out.any()
+            assert given[2].isnan().all()
+
+
+def test_attention_refuses_what_it_does_not_take() -> None:
+    spec = next(s for s in specs() if s.op is ops.CACHED_SELECTED_ATTENTION)
+    good = spec.inputs(next(c for c in spec.cases if c.name == "block"), torch.Generator().manual_seed(0))
+    wide = {n: torch.zeros(*good[n].shape[:-1], 600) for n in ("q", "latents", "cache", "rows")}
+    for changes, reason in (
+        ({"q": good["q"].double()}, "float64"),
+        ({"sinks": good["sinks"].half()}, "sinks of torch.float16"),
+        ({"rows_table": None}, "without their page table"),
+        (wide, "600 elements"),
+        ({"cache": good["cache"][:, :40]}, "pages of 40"),
+        ({"window": 0}, "window of 0"),
+        ({"q": good["q"].transpose(1, 2).contiguous().transpose(1, 2)}, "side by side"),
+    ):
+        found = spec.bind(Call(spec.op, {**good, **changes}, "decode"))
+        assert isinstance(found, Refused), changes
+        assert reason in found.reason

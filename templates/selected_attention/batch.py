@@ -1,0 +1,69 @@
+"""Batches to test and to measure with: a window's latents and chosen rows, and NaN wherever nothing may be read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from deepinfer_compile.kernels import Case
+from deepinfer_compile.templates.write_rows.batch import Pages, drawn, paged, spread
+
+if TYPE_CHECKING:
+    from deepinfer_compile.templates.selected_attention import Params
+
+
+def batch(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
+    """Operands of cached_selected_attention. The rows lie on other pages than the window."""
+    p, tokens = case.params, sum(case.new)
+    pages = paged(case.new, case.lengths, p.page, generator, p.window - 1)
+    cache = pages.blank(p.page, p.width, dtype=p.dtype)
+    for count, length, places in zip(case.new, case.lengths, pages.places):
+        old = max(0, length - count)
+        _fill(cache, places[max(0, old - p.window + 1) : old], generator)
+    found = {
+        "q": spread((tokens, p.heads), p.width, p.align, p.dtype, generator),
+        "latents": spread((tokens,), p.width, p.align, p.dtype, generator),
+        "cache": cache,
+        "query_start": pages.query_start,
+        "seq_len": pages.seq_len,
+        "block_table": pages.table,
+        "slot": pages.slot,
+        **dict.fromkeys(("rows", "written", "rows_table", "chosen")),
+    }
+    found |= _rows(case, generator) if p.rows_page else {}
+    sinks = torch.randn(p.heads, generator=generator).to(p.sinks_dtype) if p.sinks else None
+    return {**found, "sinks": sinks, "scale": p.scale, "window": p.window}
+
+
+def _fill(cache: Tensor, where: Tensor, generator: torch.Generator) -> None:
+    size, width = cache.shape[1:]
+    cache[where // size, where % size] = drawn((len(where), width), cache.dtype, generator)
+
+
+def _rows(case: Case[Params], generator: torch.Generator) -> dict[str, Tensor]:
+    p = case.params
+    pages = paged(case.new, case.lengths, p.page, generator)
+    ratio = p.page // p.rows_page
+    rows = pages.blank(p.rows_page, p.width, dtype=p.dtype)
+    for length, places in zip(case.lengths, pages.places):
+        _fill(rows, places[ratio - 1 :: ratio][: length // ratio] // ratio, generator)
+    chosen = _chosen(case, pages, ratio, generator)
+    return {"rows": rows, "written": pages.slot, "rows_table": pages.table, "chosen": chosen}
+
+
+def _chosen(case: Case[Params], pages: Pages, ratio: int, generator: torch.Generator) -> Tensor:
+    """Of every token some of the rows that it sees, in any order, with gaps; of one of nobody none."""
+    top = case.params.top
+    lists = []
+    for count, length in zip(case.new, case.lengths):
+        for position in range(length - count, length):
+            seen = max(0, position + 1) // ratio
+            some = torch.randperm(max(seen, top), generator=generator)[:top]
+            lists.append(torch.where(some < seen, some, -1))
+    found = torch.stack(lists) if lists else torch.empty(0, top)
+    found[pages.slot < 0] = -1
+    wide = torch.full((len(found) + 1, top + 3), -7, dtype=torch.int32)
+    wide[1:, :top] = found
+    return wide[1:, :top]
