@@ -115,7 +115,7 @@ class KernelSpec(Generic[P, C]):
     order. plan: how it is called. work: for new tokens and lengths as in Case. inputs: operands of a case by schema
     name, with NaN wherever nothing may be read. tolerance: largest error relative to the largest output, by dtype.
     few: tokens above which torch's library does as well or better and is taken, None where the kernel is best for any
-    number.
+    number. unordered: rows of whole numbers that it gives are sets, in the kernel's own order.
     """
 
     name: str
@@ -132,6 +132,7 @@ class KernelSpec(Generic[P, C]):
     inputs: Callable[[Case[P], torch.Generator], dict[str, Any]]
     tolerance: Mapping[torch.dtype, float]
     few: int | None = None
+    unordered: bool = False
 
     def template(self, dialect: str) -> str:
         """Path of the template below the templates folder."""

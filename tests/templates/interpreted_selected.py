@@ -19,6 +19,7 @@ NAN = float("nan")
 PAGE = 64
 CUTS = (((5, 0, 63, 1), (1, 0, 1, 0), (3, 0, 4, 2)), ((1,), (1,), (7,), (59,)))
 """New tokens of each request, step by step."""
+SHORT = ((1, 0, 9), (1, 0, 1), (0, 2, 2))
 
 
 class Steps:
@@ -181,6 +182,98 @@ def test_attention_refuses_what_it_does_not_take() -> None:
         ({"cache": good["cache"][:, :40]}, "pages of 40"),
         ({"window": 0}, "window of 0"),
         ({"q": good["q"].transpose(1, 2).contiguous().transpose(1, 2)}, "side by side"),
+    ):
+        found = spec.bind(Call(spec.op, {**good, **changes}, "decode"))
+        assert isinstance(found, Refused), changes
+        assert reason in found.reason
+
+
+def exact(batch: Steps, *shape: int, seed: int, parts: int = 1) -> list[Tensor]:
+    """Numbers whose products add up without rounding, so that what is chosen does not hang on the order of sums."""
+    return [(x * parts).round() / parts for x in batch.drawn(*shape, seed=seed)]
+
+
+def in_order(lists: Tensor) -> bool:
+    """Whether numbers rise and all -1 are behind."""
+    placed = torch.where(lists >= 0, lists, 1 << 30)
+    steps = placed[:, 1:] - placed[:, :-1]
+    return bool(((steps > 0) | (placed[:, 1:] == 1 << 30)).all())
+
+
+@pytest.mark.parametrize("cuts", [SHORT, *(pytest.param(cuts, marks=pytest.mark.slow) for cuts in CUTS)])
+@pytest.mark.parametrize("ratio", [1, 2, 4])
+def test_rows_chosen_step_by_step_are_those_of_whole_sequences(cuts: Any, ratio: int, tmp_path: Path) -> None:
+    """Sets equal those of the plain form, which knows no cache; then again among the candidates that were made."""
+    batch, block, blocks = Steps(cuts), 3, 4
+    q, weights, keys = exact(batch, 3, 8, seed=0), exact(batch, 3, seed=1, parts=4), exact(batch, 8, seed=2)
+    plain = [ops.SELECT_ROWS.reference(*(x[None] for x in s), None, 0.5, ratio, 5, block, blocks)
+             for s in zip(q, weights, keys)]  # fmt: skip
+    limited = [
+        ops.SELECT_ROWS.reference(*(x[None] for x in s), made[1], 0.5, ratio, 5, block, 0)[0]
+        for s, made in zip(zip(q, weights, keys), plain, strict=True)
+    ]
+    stored = batch.cache(PAGE // ratio, 8)
+    for spans, meta, slot in batch:
+        (written,) = call(ops.WRITE_ROWS, tmp_path, batch.packed(keys, spans), stored, slot, ratio)
+        given = (*(batch.packed(x, spans) for x in (q, weights)), stored, written, *meta)
+        rest = (0.5, ratio, 5, block)
+        chosen, made = call(ops.CACHED_SELECT_ROWS, tmp_path, *given, None, *rest, blocks, block_s=1024, choose_warps=4)
+        again, none = call(ops.CACHED_SELECT_ROWS, tmp_path, *given, made, *rest, 0)
+        assert none.shape == (len(slot), 0)
+        for found, wanted in ((chosen, [p[0] for p in plain]), (made, [p[1] for p in plain]), (again, limited)):
+            assert (found[-2:] == -1).all()
+            assert in_order(found)
+            want = batch.packed([w[0] for w in wanted], spans)
+            assert torch.equal(found[:-2].sort().values, want[:-2].sort().values)
+
+
+def choose(rows: Tensor, folder: Path, top: int, candidates: Tensor | None = None, **changes: Any) -> tuple[Any, Any]:
+    """What a token whose rows have these scores chooses, and the reference's choice in order of number. Two heads, so
+    that scores may be negative."""
+    count, page = len(rows), 64
+    pages = -(-count // page)
+    keys = torch.full((pages, page, 1), NAN)
+    keys.view(-1)[:count] = rows
+    meta = (torch.tensor([0, 1]).int(), torch.tensor([count]).int(), torch.arange(pages).int()[None])
+    both = (torch.tensor([[[1.0], [-1.0]]]), torch.tensor([[1.0, -1.0]]))
+    values = (*both, keys, torch.tensor([count - 1]), *meta, candidates, 1.0, 1, top, 2, 3)
+    want = ops.CACHED_SELECT_ROWS.reference(*values)
+    found = call(ops.CACHED_SELECT_ROWS, folder, *values, block_s=1024, choose_warps=4, **changes)
+    return [x.tolist()[0] for x in found], [sorted(x.tolist()[0], key=lambda n: n % (1 << 31)) for x in want]
+
+
+def test_equal_scores_go_to_the_lower_rows(tmp_path: Path) -> None:
+    """Scores are the rows themselves: equal ones of all signs, both zeros, infinite ones and the largest floats."""
+    generator = torch.Generator().manual_seed(3)
+    few = torch.randint(-2, 3, (1100,), generator=generator).float()
+    nothing = torch.full((9,), -float("inf"))
+    large = torch.tensor([3.4e38, -3.4e38, 1e-45, -1e-45, 0.0, -0.0, 1.0, -float("inf"), float("inf"), -1.0])
+    for rows, tops in ((few, (1, 600)), (few[:7], (3, 20)), (-few.abs(), (6,)), (large, range(1, 11)), (nothing, (2,))):
+        for top in tops:
+            found, want = choose(rows, tmp_path, top)
+            assert found == want
+
+
+def test_candidates_in_any_order_and_twice_end(tmp_path: Path) -> None:
+    rows = torch.tensor([1.0, 5, 5, 5, 2, 5, 5, 0, 3, 5])
+    for listed in ([3, 0, 1, -1], [-1, 4, -1, 2], [-1] * 4, [9, 1, 40, 2]):
+        found, want = choose(rows, tmp_path, 3, torch.tensor([listed]).int())
+        assert [sorted(x, key=lambda n: n % (1 << 31)) for x in found] == want
+    found, _ = choose(rows, tmp_path, 3, torch.tensor([[1, 1, 1, 1]]).int())
+    assert set(found[0]) <= {2, 3}
+
+
+def test_a_choice_refuses_what_it_does_not_take() -> None:
+    spec = next(s for s in specs() if s.op is ops.CACHED_SELECT_ROWS)
+    good = spec.inputs(next(c for c in spec.cases if c.name == "both"), torch.Generator().manual_seed(0))
+    for changes, reason in (
+        ({"q": good["q"].double()}, "float64"),
+        ({"weights": good["weights"].half()}, "float16 weights"),
+        ({"q": good["q"][:, :, :1].expand(-1, -1, 300)}, "300 elements"),
+        ({"top": 0}, "0 rows"),
+        ({"block": 0}, "blocks of 0"),
+        ({"candidates": torch.zeros(4, 9000, dtype=torch.int32)}, "8192 candidates"),
+        ({"weights": good["weights"].t().contiguous().t()}, "side by side"),
     ):
         found = spec.bind(Call(spec.op, {**good, **changes}, "decode"))
         assert isinstance(found, Refused), changes

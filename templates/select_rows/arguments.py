@@ -1,0 +1,98 @@
+"""How the launches of a choice of rows are called, as data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepinfer_compile.kernels import pointer, type_name
+from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
+
+if TYPE_CHECKING:
+    from deepinfer_compile.templates.select_rows import Config, Params
+
+
+def plan(params: Params, config: Config) -> LaunchPlan:
+    """Score, and choose: rows, and blocks beside them."""
+    tokens: Expr = ("size", "q", 0)
+    line = _line(params)
+    results = (Buffer("chosen", "int32", (tokens, params.top)), Buffer("made", "int32", (tokens, params.blocks)))
+    scratch = [Buffer("scores", "float32", (tokens, line))]
+    if params.blocks:
+        scratch.append(Buffer("peaks", "float32", (tokens, ("cdiv", line, params.block))))
+    main = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return LaunchPlan(
+        _operands(params),
+        results,
+        tuple(scratch),
+        (
+            Launch("score", (tokens, config.pieces), _score_arguments(params), main),
+            Launch(
+                "choose",
+                (tokens, 2 if params.blocks else 1),
+                _choose_arguments(params),
+                {"num_warps": config.choose_warps},
+            ),
+        ),
+    )
+
+
+def _line(params: Params) -> Expr:
+    """Scores of a token: of all rows that its pages have room for, or of its candidate blocks."""
+    return params.limit * params.block if params.limit else ("mul", ("size", "block_table", 1), params.page)
+
+
+def _operands(params: Params) -> tuple[Operand, ...]:
+    name = type_name(params.dtype)
+    found = [
+        Operand("q", name, (None, params.heads, params.width)),
+        Operand("weights", type_name(params.weights_dtype), (None, params.heads)),
+        Operand("keys", name, (None, params.page, params.width), packed=2),
+        Operand("written", "int64", (None,)),
+        Operand("query_start", "int32", (None,)),
+        Operand("seq_len", "int32", (None,)),
+        Operand("block_table", "int32", (None, None)),
+    ]
+    return (*found, *([Operand("candidates", "int32", (None, params.limit))] if params.limit else []))
+
+
+def _stride(name: str, tensor: str, dimension: int, align: int) -> Argument:
+    return Argument(name, "i64", ("stride", tensor, dimension), align)
+
+
+def _batch(params: Params, *names: str) -> list[Argument]:
+    limit = [pointer("candidates", torch.int32, 1)] if params.limit else []
+    return [pointer("written", torch.int64, 1), *(pointer(n, torch.int32, 1) for n in names), *limit]
+
+
+def _score_arguments(params: Params) -> tuple[Argument, ...]:
+    dtype, align = params.dtype, params.align
+    return (
+        pointer("q", dtype, align),
+        pointer("weights", params.weights_dtype, 1),
+        pointer("keys", dtype, align),
+        *_batch(params, "query_start", "seq_len", "block_table"),
+        pointer("scores", torch.float32),
+        Argument("requests", "i32", ("size", "seq_len", 0)),
+        Argument("line", "i64", _line(params)),
+        _stride("q_token", "q", 0, align),
+        _stride("q_head", "q", 1, align),
+        _stride("weights_token", "weights", 0, 1),
+        _stride("keys_page", "keys", 0, align),
+        _stride("table_row", "block_table", 0, 1),
+        *([_stride("candidates_token", "candidates", 0, 1)] if params.limit else []),
+    )
+
+
+def _choose_arguments(params: Params) -> tuple[Argument, ...]:
+    return (
+        *_batch(params, "query_start", "seq_len"),
+        pointer("scores", torch.float32),
+        *([pointer("peaks", torch.float32)] if params.blocks else []),
+        pointer("chosen", torch.int32),
+        *([pointer("made", torch.int32)] if params.blocks else []),
+        Argument("requests", "i32", ("size", "seq_len", 0)),
+        Argument("line", "i64", _line(params)),
+        *([_stride("candidates_token", "candidates", 0, 1)] if params.limit else []),
+    )
