@@ -50,7 +50,19 @@ def elf_architecture(data: bytes) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "op", ["rms_norm", "add_rms_norm", "cached_attention", "experts", "route", "sample", "linears"]
+    "op",
+    [
+        "rms_norm",
+        "add_rms_norm",
+        "cached_attention",
+        "experts",
+        "route",
+        "sample",
+        "linears",
+        "write_rows",
+        "cached_recent",
+        "cached_select_rows",
+    ],
 )
 def test_typical_cubins_are_for_the_architecture_and_fit(op: str, hopper: TritonCompiler) -> None:
     wanted = kernel(op, "typical")
@@ -88,6 +100,17 @@ def test_a_long_prompt_is_expanded_and_attended_without_spilling(hopper: TritonC
     stacks = {launch["entry"]: b["stack_bytes"] for launch, b in zip(record["plan"]["launches"], record["binaries"])}
     assert stacks.pop("look_back") < 1024
     assert stacks == dict.fromkeys(("write", "expand", "attend", "absorb", "merge"), 0)
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(1, 0), (64, 256)])
+def test_attention_over_chosen_rows_hardly_spills(tokens: int, most: int, hopper: TritonCompiler) -> None:
+    """Tiles of all heads keep sums of whole latents, and an address for every row of a list."""
+    record = jsonio.loads(
+        (hopper.compile(kernel("cached_selected_attention", "typical", tokens)) / RECORD).read_bytes()
+    )
+    stacks = {launch["entry"]: b["stack_bytes"] for launch, b in zip(record["plan"]["launches"], record["binaries"])}
+    assert stacks.pop("attend") <= most
+    assert stacks == {"store": 0, "merge": 0}
 
 
 @pytest.mark.parametrize("tokens", [1, 4])
