@@ -31,7 +31,7 @@ from deepinfer_compile.templates.selected_attention.arguments import plan
 from deepinfer_compile.templates.selected_attention.batch import batch
 
 DTYPES = (torch.float32, torch.bfloat16)
-WIDEST = {torch.float32: 256, torch.bfloat16: 512}
+WIDEST = 512
 """Elements of a latent: its tile of accumulators must fit the registers of 8 warps."""
 LONGEST = 8192
 """Rows of a list, which a program holds to see where it ends."""
@@ -109,7 +109,7 @@ def _unfit(call: Call) -> str:
     sizes = [*q.shape[1:], *cache.shape[1:], *(() if rows is None else (*rows.shape[1:], chosen.shape[1]))]
     if not all(isinstance(n, int) and n > 0 for n in sizes):
         return "its head count, width or list is not fixed"
-    if q.shape[2] > WIDEST[q.dtype] or cache.shape[1] % SMALLEST_TILE:
+    if q.shape[2] > WIDEST or cache.shape[1] % SMALLEST_TILE:
         return f"latents of {q.shape[2]} elements, pages of {cache.shape[1]} tokens"
     if given["window"] < 1 or (chosen is not None and chosen.shape[1] > LONGEST):
         return f"a window of {given['window']} tokens or a list of more than {LONGEST} rows"

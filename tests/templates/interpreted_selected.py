@@ -122,8 +122,9 @@ def test_a_token_of_nobody_amid_a_request_is_read_from_where_it_was_written(tmp_
     torch.testing.assert_close(cache, old, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize(("ratio", "window", "pieces"), [(1, 6, 1), (4, 200, 4)])
+@pytest.mark.parametrize(
+    ("cuts", "ratio", "window", "pieces"), [(CUTS[0], 1, 6, 1), (CUTS[1], 4, 200, 4), (SHORT, 2, 3, 16)]
+)
 def test_attention_step_by_step_is_that_of_whole_sequences(
     cuts: Any, ratio: int, window: int, pieces: int, tmp_path: Path
 ) -> None:
