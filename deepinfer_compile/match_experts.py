@@ -87,7 +87,8 @@ def _projection(node: Node) -> Projection | None:
     return None
 
 
-def _is_weight(node: object, dims: int) -> bool:
+def is_weight(node: object, dims: int) -> bool:
+    """Whether a node is a tensor of the checkpoint with that many dimensions."""
     return isinstance(node, Node) and node.op == "placeholder" and "weight" in node.meta and tensor(node).dim() == dims
 
 
@@ -106,7 +107,7 @@ def _grouped(node: Node) -> Projection | None:
     weight, transposed = _turned(operand(node, 1))
     out, bias, rows = _row_bias(node)
     ends = operand(node, 2)
-    if not _is_weight(weight, 3) or (rows is not None and ends not in _readers_of_ids(rows)):
+    if not is_weight(weight, 3) or (rows is not None and ends not in _readers_of_ids(rows)):
         return None
     return Projection(operand(node), weight, bias, transposed, out, "ends", ends)
 
@@ -126,7 +127,7 @@ def _row_bias(out: Node) -> tuple[Node, Node | None, Node | None]:
     if user is None or not is_op(user, A.add.Tensor) or len(user.all_input_nodes) != 2:
         return out, None, None
     other = next(n for n in user.all_input_nodes if n is not out)
-    if is_op(other, A.index.Tensor) and _is_weight(other.args[0], 2) and len(operands(other, 1)) == 1:
+    if is_op(other, A.index.Tensor) and is_weight(other.args[0], 2) and len(operands(other, 1)) == 1:
         return user, operand(other), operands(other, 1)[0]
     return out, None, None
 
@@ -140,7 +141,7 @@ def _gathered(node: Node) -> Projection | None:
         if not is_op(gathered, A.index.Tensor) or not is_op(column, A.unsqueeze.default) or column.args[1] != dim:
             continue
         index, squeeze = operands(gathered, 1), only_user(node)
-        if not _is_weight(gathered.args[0], 3) or len(index) != 1 or squeeze is None:
+        if not is_weight(gathered.args[0], 3) or len(index) != 1 or squeeze is None:
             continue
         out, bias, rows = _row_bias(squeeze)
         if is_op(squeeze, A.squeeze.dim) and squeeze.args[1] == dim and rows in (None, index[0]):
@@ -153,7 +154,7 @@ def _batched(node: Node) -> Projection | None:
     if not is_op(node, A.bmm.default, A.matmul.default):
         return None
     weight, transposed = _turned(operand(node, 1))
-    if not _is_weight(weight, 3):
+    if not is_weight(weight, 3):
         return None
     x = operand(node)
     while is_op(x, A.expand.default, A.unsqueeze.default, A.repeat.default) and _repeats_over_experts(x):
@@ -179,7 +180,7 @@ def _einsum(node: Node) -> Projection | None:
     inputs, _, out = str(node.args[0]).replace(" ", "").partition("->")
     labels = inputs.split(",")
     for w, x in ((1, 0), (0, 1)):
-        if not out or not _is_weight(given[w], 3) or len(labels[w]) != 3:
+        if not out or not is_weight(given[w], 3) or len(labels[w]) != 3:
             continue
         expert, contracted, made = labels[w][0], labels[x][-1], out[-1]
         known = contracted not in out and made not in labels[x] and expert in out
@@ -191,10 +192,10 @@ def _einsum(node: Node) -> Projection | None:
 
 def _single(node: Node) -> Projection | None:
     """One expert's linear."""
-    if is_op(node, A.linear.default) and _is_weight(node.args[1], 2):
+    if is_op(node, A.linear.default) and is_weight(node.args[1], 2):
         bias = node.args[2] if len(node.args) > 2 else None
         return Projection(operand(node), operand(node, 1), bias, False, node)  # type: ignore[arg-type]
-    if is_op(node, A.matmul.default, A.mm.default) and _is_weight(node.args[1], 2):
+    if is_op(node, A.matmul.default, A.mm.default) and is_weight(node.args[1], 2):
         return Projection(operand(node), operand(node, 1), None, True, node)
     return None
 

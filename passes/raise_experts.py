@@ -45,6 +45,7 @@ from deepinfer_compile.match_moe import (
     same_values,
     weight_candidates,
 )
+from deepinfer_compile.match_spread import spread_out
 from deepinfer_compile.ops import EXPERTS
 from deepinfer_compile.passbase import NONE, PassContext, register
 
@@ -85,6 +86,7 @@ class RaiseExperts:
 
     def run(self, gm: GraphModule, ctx: PassContext) -> None:
         modules: dict[tuple[Node, Node | None], list[Expert]] = {}
+        spread = [s for n in list(gm.graph.nodes) if (s := spread_out(n)) is not None]
         for found in experts_of(projections(gm.graph)):
             down = found.down if isinstance(found, Expert) else found[0]
             batched = down.by != "all" or down.axis is not None
@@ -100,6 +102,9 @@ class RaiseExperts:
                 modules.setdefault((found.x, stack), []).append(found)
         for (_, stack), group in modules.items():
             _attempt(group, stack, ctx)
+        for whole, total in spread:
+            if is_op(total.args[0], A.reshape.default, EXPERTS.overload):
+                whole.replace_all_uses_with(total)
 
 
 def _attempt(experts: Sequence[Expert], stack: Node | None, ctx: PassContext) -> None:
