@@ -135,7 +135,7 @@ def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
     # accumulators are kept in registers, at most 128 a thread; small tiles also keep what they multiply there
     light = config.block_m * _tile(params.width) <= config.num_warps * 32 * (128 if config.block_m >= 64 else 64)
     scores, warps = config.block_m * config.block_n, config.num_warps
-    useful = warps <= max(1, scores // SMALLEST_TILE**2)
+    useful = warps <= max(1, config.block_m * max(config.block_n, _tile(params.width)) // SMALLEST_TILE**2)
     # in fp32 both sides of a product lie in registers, and a lane works on scores of its own
     if params.dtype == torch.float32:
         light, useful = light and scores * _tile(params.width) <= warps * 16384, warps <= scores // 32
@@ -158,7 +158,9 @@ def _fitting(params: Params, limits: Limits, block_m: int, programs: int) -> Con
     once, none without a block."""
     for stages, block_n, warps in product((2, 1), (64, 32, 16), (8, 4, 2)):
         config = Config(block_m, block_n, 1, warps, stages)
-        if (warps == 8 and block_m * _tile(params.width) < 8192) or not _is_legal(params, config, limits):
+        # eight warps for what fills them, and for more addresses than four hold
+        few, many = block_m * _tile(params.width) < 8192, block_n * _tile(params.width) > 16384
+        if (few and warps == 8) or (many and warps < 8) or not _is_legal(params, config, limits):
             continue
         together = min(2, limits.shared_bytes // _shared_bytes(params, config))
         blocks = -(-(params.window + params.top) // block_n)
