@@ -109,7 +109,10 @@ def _values(graph: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
 LIBRARY = "library"
 """A choice that is no kernel of ours: the operation that the graph names, run by torch."""
 
-WAITING = ("cached_attention", "cached_latent_attention", "experts", "shared_attention", "write_kv")
+WAITING = (
+    *("cached_attention", "cached_latent_attention", "cached_recent", "cached_selected_attention", "experts"),
+    *("shared_attention", "write_kv", "write_rows"),
+)
 """Operations whose references read sizes back from the device."""
 
 

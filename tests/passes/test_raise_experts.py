@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepinfer_compile.capture import capture
+from deepinfer_compile.graph import to_text
 from deepinfer_compile.passbase import PassContext, each_block
 from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.raise_experts import RaiseExperts
@@ -288,3 +289,45 @@ def test_twice_is_once() -> None:
 
 def test_golden() -> None:
     check_golden("raise_experts", before_after(toy(Stacked("expanded")), RaiseRouter(), RaiseExperts()))
+
+
+class AtOnce(nn.Module):
+    """Inner values weighted by a matrix of shares; one product sums over their elements and over the experts."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.gate = nn.Linear(WIDTH, E, bias=False)
+        self.w13 = nn.Parameter(torch.empty(E, 2 * INNER, WIDTH))
+        self.w2 = nn.Parameter(torch.empty(E, WIDTH, INNER))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, WIDTH)
+        weights, ids = self.gate(flat).softmax(-1).topk(K, -1)
+        share = torch.zeros(flat.shape[0], E, dtype=x.dtype).scatter(1, ids, weights)
+        if self.form == "soft":
+            share = self.gate(flat).softmax(-1)
+        elif self.form == "shifted":
+            share = share.roll(1, 1)
+        gate, up = torch.einsum("nd,eid->nei", flat, self.w13).chunk(2, dim=-1)
+        inner = (F.silu(gate) * up).float() * share.float().unsqueeze(-1)
+        return torch.einsum("nei,edi->nd", inner, self.w2.float()).type_as(x).view_as(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_product_over_elements_and_experts(dtype: torch.dtype) -> None:
+    model = toy(AtOnce("chosen"), dtype=dtype)
+    program, records = raised(model, RaiseExperts())
+    assert ops(program) == ["deepinfer.experts"]
+    assert reasons(records) == []
+    check_toy(program, model, tol=2e-6 if dtype == torch.float32 else 2e-2)
+    check_twice_is_once(program, RaiseExperts())
+
+
+@pytest.mark.parametrize(("form", "reason"), [("soft", "no top-k choice"), ("shifted", "not the chosen experts'")])
+def test_other_shares_of_one_product_stay_as_they_are(form: str, reason: str) -> None:
+    model = toy(AtOnce(form))
+    (before, _), (after, records) = raised(model), raised(model, RaiseExperts())
+    assert [reason in r for r in reasons(records)] == [True]
+    texts = [{name: to_text(gm) for name, gm in p.blocks.items()} for p in (before, after)]
+    assert texts[0] == texts[1]
