@@ -112,6 +112,7 @@ def masked_tokens(program: Program, prompt: list[int], start: int, count: int) -
     return ids[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_decoders_read_the_last_rows_of_prompts(tmp_path: Path) -> None:
     """From the page on that holds the last 16: what windows do not see in the whole model's own program with a mask."""
     keep, lengths, count = 16, (130, 70), 6

@@ -26,7 +26,9 @@ def nodes(program: Program, *targets: Any) -> list[Any]:
     return [n for gm in program.blocks.values() for n in gm.graph.nodes if is_op(n, *targets)]
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.float32, torch.bfloat16))]
+)
 def test_the_logits_are_the_same(dtype: torch.dtype) -> None:
     model, before = v41.canonical(dtype)
     after, records = go_on(before, RaiseSelectedAttention())
@@ -78,7 +80,7 @@ def changed(monkeypatch: pytest.MonkeyPatch, name: str) -> Program:
     [
         pytest.param("attend", "no window", marks=pytest.mark.slow),
         pytest.param("_publish", "not numbered by the tokens that complete them", marks=pytest.mark.slow),
-        ("_choose", "reads a mask of chosen rows, too"),
+        pytest.param("_choose", "reads a mask of chosen rows, too", marks=pytest.mark.slow),
     ],
 )
 def test_masks_of_another_meaning_stay(name: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:

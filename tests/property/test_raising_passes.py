@@ -21,9 +21,9 @@ SOME = [p for i, p in enumerate(PATTERNS) if i % 19 == 0 or p.name in ("latent "
 
 
 def test_every_raising_pass_of_the_presets_is_here() -> None:
-    """But one that changes what a program returns, which `test_raise_output_projection` compares, and one that only
-    bundles have, which `test_raise_rotary_table` compares on every spelling."""
-    elsewhere = {"raise-output-projection", "raise-rotary-table"}
+    """But one that changes what a program returns, which `test_raise_output_projection` compares, and those that only
+    bundles have, which `test_raise_rotary_table` and so on compare on every spelling."""
+    elsewhere = {"raise-output-projection", "raise-rotary-table", "raise-recent", "raise-selected-attention"}
     named = {p.name for p in (*RAISE, *BACKEND) if p.name.startswith("raise-")} - elsewhere
     assert {p.name for passes in ALONE.values() for p in passes} == named
 
