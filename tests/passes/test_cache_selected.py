@@ -23,6 +23,7 @@ def packed() -> Program:
     return Pipeline((*RAISE, *PACK)).run(before)[0]
 
 
+@pytest.mark.slow  # test_v41 of the bundles does the same with chunks of 16
 @pytest.mark.parametrize("chunk", [1, 13, 64, 150])
 def test_chunks_equal_eager(packed: Program, chunk: int) -> None:
     model, before = v41.canonical(torch.float64)
@@ -34,6 +35,7 @@ def test_chunks_equal_eager(packed: Program, chunk: int) -> None:
     assert not trace.stray
 
 
+@pytest.mark.slow
 def test_what_is_kept(packed: Program) -> None:
     """Rows and keys once, of as many tokens as make one; what is recent in the group of the window."""
     assert packed.windows == (0, 16)

@@ -73,7 +73,7 @@ def test_padding_stays_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert masks(seen.calls()) == {(True, False)}
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_window_stays_a_mask(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch)
     torch._dynamo.reset()
