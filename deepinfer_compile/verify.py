@@ -166,7 +166,9 @@ def rule_writes(program: Program) -> Iterator[str]:
 
 
 def contiguous(val: Tensor) -> bool:
-    """Whether a fake tensor is dense and in order, whatever its symbolic sizes are."""
+    """Whether a fake tensor is dense and in order, whatever its symbolic sizes are; one without elements always is."""
+    if any(isinstance(size, int) and size == 0 for size in val.shape):
+        return True
     step: Any = 1
     for size, stride in zip(reversed(val.shape), reversed(val.stride())):
         if isinstance(size, int) and size == 1:

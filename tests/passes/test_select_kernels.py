@@ -76,3 +76,11 @@ def test_lowered_blocks_that_hand_on_views_are_refused() -> None:
     program = with_a_view(models.make("llama"))
     with pytest.raises(GraphInvalid, match="prefix: output 1 goes to layer0 and is not contiguous"):
         verify(replace(program, facts=program.facts | {Fact.LOWERED}), frozenset(), "test")
+
+
+@pytest.mark.parametrize("width", [0, 3])
+def test_what_has_no_elements_is_contiguous(width: int) -> None:
+    """A slice of width 0 keeps the strides of what it is a slice of, and so does its copy."""
+    rows = torch.empty(2, 5, 8)[..., :width]
+    assert contiguous(rows) == (width == 0) == rows.is_contiguous()
+    assert contiguous(rows.clone(memory_format=torch.contiguous_format))
