@@ -75,10 +75,9 @@ class Positions:
     def __init__(self, program: Program) -> None:
         self.program = program
 
-    def value(self, block: str, node: Node, tokens: int) -> Tensor:
-        """The value of a block's node for one sequence of that many tokens. Raises NearMiss."""
-        call = next(c for c in self.program.calls() if c.target == block)
-        holes = [n for n in self.program.blocks[block].graph.nodes if n.op == "placeholder"]
+    def value(self, call: Node, node: Node, tokens: int) -> Tensor:
+        """The value of a node of a block's call for one sequence of that many tokens. Raises NearMiss."""
+        holes = [n for n in self.program.blocks[str(call.target)].graph.nodes if n.op == "placeholder"]
         sources = dict(zip(holes, call.args))
         found: Tensor = Concrete(tokens, missing=lambda hole: self._hole(sources[hole], tokens)).value(node)
         return found
@@ -91,14 +90,13 @@ class Positions:
             return ref.value
         if source.op == "placeholder":
             raise NearMiss(f"it depends on {source.name}")
-        maker, made = made_by(self.program, source)
-        return self.value(str(maker.target), made, tokens)
+        return self.value(*made_by(self.program, source), tokens)
 
-    def ratio(self, block: str, numbers: Node, seen: Node) -> int:
+    def ratio(self, call: Node, numbers: Node, seen: Node) -> int:
         """How many tokens a row stands for, of what row each token completes and how many it sees. Raises NearMiss."""
         for tokens in TRIED:
             at = torch.arange(tokens)[None]
-            given, visible = self.value(block, numbers, tokens), self.value(block, seen, tokens)
+            given, visible = self.value(call, numbers, tokens), self.value(call, seen, tokens)
             ratio = int((given == 0).nonzero()[0, 1]) + 1 if bool((given == 0).any()) else 0
             if not ratio or PAGE_SIZE % ratio:
                 raise NearMiss(f"rows of {ratio} tokens do not divide pages of {PAGE_SIZE}")
@@ -108,11 +106,11 @@ class Positions:
                 raise NearMiss("a token does not see the rows that are complete, or others")
         return ratio
 
-    def window(self, block: str, mask: Node) -> int:
+    def window(self, call: Node, mask: Node) -> int:
         """The window that a mask [1, T, T] shows. Raises NearMiss."""
         tokens = 64
         while tokens <= LONGEST:
-            seen = self.value(block, mask, tokens)[0]
+            seen = self.value(call, mask, tokens)[0]
             window = int(seen[-1].sum())
             if window < tokens:
                 if torch.equal(seen, visibility(torch.arange(tokens), tokens, window)):

@@ -10,8 +10,9 @@ from torch.fx import Node
 
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, tensor, value
+from deepinfer_compile.match_choices import Choices, Meaning, Sites
 from deepinfer_compile.match_moe import NearMiss
-from deepinfer_compile.match_selected import Attending, Positions, Selection, attendings, made_by, selections
+from deepinfer_compile.match_selected import Attending
 from deepinfer_compile.ops import SELECT_ROWS, SELECTED_ATTENTION
 from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.program import Program, output_values
@@ -38,111 +39,58 @@ class RaiseSelectedAttention:
     breaks: ClassVar[frozenset[Fact]] = NONE
 
     def run_program(self, program: Program, ctx: PassContext) -> Program:
-        raiser = _Raiser(program, ctx)
-        found = {name: _Sites(list(gm.graph.nodes)) for name, gm in program.blocks.items()}
+        found = {name: Sites(list(gm.graph.nodes)) for name, gm in program.blocks.items()}
         if not any(s.attend for s in found.values()):
             return program
         last = next(s.attend[0].out for s in found.values() if s.attend)
         try:
-            raiser.read(found)
+            choices = Choices(program, found)
+            _check_readers(program, found)
         except NearMiss as reason:
             ctx.miss(last, str(reason))
             return program
-        if ctx.claim(last, raiser.words()):
-            raiser.rewrite(found)
+        attended, chosen = (
+            sum(len(k) for k in kinds)
+            for kinds in ([s.attend for s in found.values()], [s.select for s in found.values()])
+        )
+        if ctx.claim(last, f"{attended} attentions over latents, {chosen} choices of rows as lists"):
+            _Raiser(program, choices.separate()).rewrite()
         return program
 
 
-class _Sites:
-    """What was found in a block."""
-
-    def __init__(self, nodes: list[Node]) -> None:
-        self.select: list[Selection] = selections(nodes)
-        self.attend: list[Attending] = attendings(nodes)
+def _check_readers(program: Program, found: dict[str, Sites]) -> None:
+    """Every mask must be read by what is rewritten alone. Raises NearMiss."""
+    for name, sites in found.items():
+        gone = _gone(program.blocks[name].graph, sites)
+        for mask in (
+            *(s.chosen for s in sites.select),
+            *(s.made for s in sites.select),
+            *(s.limit for s in sites.select),
+            *(a.chosen for a in sites.attend),
+        ):
+            for user in mask.users if mask is not None else ():
+                if user.op != "output" and user not in gone:
+                    raise NearMiss(f"{user.name} reads a mask of chosen rows, too")
 
 
 class _Raiser:
-    """ratio: of each mask of chosen rows or candidates, by block and node; block: rows of a candidate; windows."""
+    """Rewrites blocks, each of which means the same at every call."""
 
-    def __init__(self, program: Program, ctx: PassContext) -> None:
-        self.program, self.ctx = program, ctx
-        self.positions = Positions(program)
-        self.ratio: dict[tuple[str, Node], int] = {}
-        self.block: dict[tuple[str, Node], int] = {}
-        self.window: dict[tuple[str, Node], int] = {}
-        self.choices = 0
+    def __init__(self, program: Program, meaning: dict[str, Meaning]) -> None:
+        self.program, self.meaning = program, meaning
 
-    def words(self) -> str:
-        """What is rewritten, for the report."""
-        return f"{len(self.window)} attentions over latents, {self.choices} choices of rows as lists"
-
-    def read(self, found: dict[str, _Sites]) -> None:
-        """Find what every mask means. Raises NearMiss where one is not known, or is read by something else."""
-        for name, sites in self._in_order(found):
-            for s in sites.select:
-                ratio = self.positions.ratio(name, s.numbers, s.seen)
-                self.choices += 1
-                for mask in (s.chosen, s.made):
-                    if mask is not None:
-                        self.ratio[name, mask] = ratio
-                if s.made is not None:
-                    self.block[name, s.made] = s.block
-                if s.limit is not None:
-                    where = self._maker(name, s.limit)
-                    if self.ratio.get(where) != ratio or where not in self.block:
-                        raise NearMiss("candidates are not those of another choice among the same rows")
-                    self.block[name, s.limit] = self.block[where]
-            for a in sites.attend:
-                self.window[name, a.out] = self.positions.window(name, a.mask)
-                if a.chosen is not None:
-                    where = self._maker(name, a.chosen)
-                    if where not in self.ratio:
-                        raise NearMiss("a mask of rows is not made by a choice that is known")
-                    self.ratio[name, a.chosen] = self.ratio[where]
-        self._check_readers(found)
-
-    def _in_order(self, found: dict[str, _Sites]) -> list[tuple[str, _Sites]]:
-        names = dict.fromkeys(str(c.target) for c in self.program.calls())
-        return [(name, found[name]) for name in names]
-
-    def _maker(self, block: str, node: Node) -> tuple[str, Node]:
-        """Where a value is made, the same for every call of the block. Raises NearMiss."""
-        if node.op != "placeholder":
-            return block, node
-        holes = [n for n in self.program.blocks[block].graph.nodes if n.op == "placeholder"]
-        at, makers = holes.index(node), set()
-        for call in (c for c in self.program.calls() if c.target == block):
-            source: Any = call.args[at]
-            if source.op == "placeholder":
-                raise NearMiss(f"a mask of rows comes from {source.name}")
-            maker, made = made_by(self.program, source)
-            makers.add(self._maker(str(maker.target), made))
-        if len(makers) != 1:
-            raise NearMiss("a block is given masks of different blocks")
-        return makers.pop()
-
-    def _check_readers(self, found: dict[str, _Sites]) -> None:
-        """Every mask must be read by what is rewritten alone."""
-        for name, sites in found.items():
-            gone = _gone(self.program.blocks[name].graph, sites)
-            for mask in {m for b, m in self.ratio if b == name}:
-                for user in mask.users:
-                    if user.op != "output" and user not in gone:
-                        raise NearMiss(f"{user.name} reads a mask of chosen rows, too")
-
-    def rewrite(self, found: dict[str, _Sites]) -> None:
+    def rewrite(self) -> None:
         """Makers first, since what they give has another type after."""
-        for name, sites in self._in_order(found):
-            gm = self.program.blocks[name]
+        for name in dict.fromkeys(str(c.target) for c in self.program.calls()):
+            gm, held = self.program.blocks[name], self.meaning[name]
+            sites = Sites(list(gm.graph.nodes))
             self._retype_inputs(name)
             new: dict[Node, Node] = {}
             for s in sites.select:
                 edit = Editor(gm.graph, s.chosen)
-                size = s.block or (self.block[name, s.limit] if s.limit is not None else 1)
+                size = s.block or (held.block[s.limit.name] if s.limit is not None else 1)
                 keys = (s.q, s.weights, s.keys, new.get(s.limit, s.limit) if s.limit is not None else None)
-                made = edit.call(
-                    SELECT_ROWS.overload, *keys, s.scale, self.ratio[name, s.chosen], s.top, size, s.blocks
-                )
+                made = edit.call(SELECT_ROWS.overload, *keys, s.scale, held.ratio[s.chosen.name], s.top, size, s.blocks)
                 new[s.chosen] = edit.item(made, 0)
                 if s.made is not None:
                     new[s.made] = edit.item(made, 1)
@@ -153,12 +101,12 @@ class _Raiser:
             self._retype_outputs(name)
 
     def _attend(self, name: str, a: Attending, new: dict[Node, Node]) -> None:
-        edit = Editor(self.program.blocks[name].graph, a.out)
+        edit, held = Editor(self.program.blocks[name].graph, a.out), self.meaning[name]
         chosen = None if a.chosen is None else new.get(a.chosen, a.chosen)
-        ratio = 1 if a.chosen is None else self.ratio[name, a.chosen]
+        ratio = 1 if a.chosen is None else held.ratio[a.chosen.name]
         found = edit.call(
             *(SELECTED_ATTENTION.overload, a.q, a.latents, a.rows, chosen, a.sinks, a.scale),
-            *(self.window[name, a.out], ratio),
+            *(held.window[a.out.name], ratio),
         )
         if tensor(found).dtype != tensor(a.out).dtype:
             found = edit.call(A._to_copy.default, found, dtype=tensor(a.out).dtype)
@@ -181,7 +129,7 @@ class _Raiser:
                 item.meta["val"] = values[item.args[1]]  # type: ignore[index]
 
 
-def _gone(graph: torch.fx.Graph, sites: _Sites) -> set[Node]:
+def _gone(graph: torch.fx.Graph, sites: Sites) -> set[Node]:
     """What nobody reads any more once the calls of a block are rewritten."""
     kept: set[Any] = {n for s in sites.select for n in (s.q, s.weights, s.keys)}
     kept |= {n for a in sites.attend for n in (a.q, a.latents, a.rows, a.sinks)}

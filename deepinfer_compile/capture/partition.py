@@ -264,6 +264,9 @@ class Skeleton:
             j = template[kind]
             piece = self.pieces[j]
             places = list(carried[j])
+            if [_kind(n) for n in flow] != [_kind(piece.reads[i]) for i in places]:
+                construct = f"layer {layer} is given something else than the layer of its kind that was traced"
+                raise UnsupportedConstruct(construct=construct, fix="trace all layers")
             reads = [flow[places.index(i)] if i in carried[j] else self.env[n] for i, n in enumerate(piece.reads)]
             rename = (f"{plan.path}.{j}.", f"{plan.path}.{layer}.")
             flow = self.call(piece, reads, blocks[kind], rename, layer)
@@ -284,6 +287,11 @@ class Skeleton:
         skeleton = GraphModule(root, self.graph)
         facts = frozenset({Fact.SHAPES, Fact.FUNCTIONAL})
         return Program(self.name, skeleton, self.blocks, self.weights, self.info, facts=facts)
+
+
+def _kind(node: Node) -> tuple[Any, ...]:
+    held: Any = value(node)
+    return (getattr(held, "dtype", type(held)), len(getattr(held, "shape", ())))
 
 
 def _carried(pieces: dict[Any, Cut], count: int, plan: LayerPlan) -> list[dict[int, Node]]:

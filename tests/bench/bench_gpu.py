@@ -2,8 +2,8 @@
 
 `python -m tests.bench.bench_gpu --out DIR` measures what DIR does not hold yet, a process a section, and prints the
 table. `... SECTION ...` measures these sections and prints their rows: latent, prompts, experts,
-decode:BATCH:CACHE[:WHO ...], prefill:TOKENS[:WHO ...], generate:BATCH[:WHO ...], bundle[:BATCH ...]. `... --table DIR`
-prints the table of what DIR holds.
+ced, decode:BATCH:CACHE[:WHO ...], prefill:TOKENS[:WHO ...], generate:BATCH[:WHO ...], bundle[:BATCH ...]. `... --table
+DIR` prints the table of what DIR holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.bench import gpu_bundle, gpu_kernels, gpu_model
+from tests.bench import gpu_bundle, gpu_ced, gpu_kernels, gpu_model
 from tests.bench.gpu_rows import Rows, table
 
 SECTIONS = (
@@ -31,6 +31,7 @@ SECTIONS = (
     "latent",
     "prompts",
     "experts",
+    "ced",
 )
 GOALS = {
     "decode B 64 cache 4096": 6200.0,
@@ -70,6 +71,8 @@ def run(section: str, rows: Rows, built: Any = None) -> Any:
         gpu_kernels.prompts(rows)
     elif name == "experts":
         gpu_kernels.experts(rows)
+    elif name == "ced":
+        gpu_ced.ced(rows)
     else:
         raise SystemExit(f"no section {name!r}; there are {', '.join(SECTIONS)}")
     return built

@@ -22,6 +22,10 @@ from tests import models, v41
 from tests.passes.stages import canonical, go_on, reasons
 
 
+READS = (SELECTED_ATTENTION.overload,)
+READERS = (2, 3, 5, 6)
+
+
 def nodes(program: Program, *targets: Any) -> list[Any]:
     return [n for gm in program.blocks.values() for n in gm.graph.nodes if is_op(n, *targets)]
 
@@ -45,6 +49,23 @@ def test_the_logits_are_the_same(dtype: torch.dtype) -> None:
         want, got = (logits_of(p, weights, ids, range(length)) for p in (before, after))
         tolerance = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 0.1}[dtype]
         torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+def test_readers_of_unlike_rows_are_told_apart() -> None:
+    """Layers of both sides are one block: masks of rows look alike, lists of rows of one and of two tokens do not."""
+    sources: dict[str, Any] = {"kv_source_layer_ids": (1, 4), "index_source_layer_ids": (1, 4), "candidate_source_layer_id": 4}
+    sources |= {"num_nextn_predict_layers": 0}
+    model = v41.make(num_hidden_layers=7, compress_ratios=(0, 2, 2, 2, 1, 1, 1), **sources)
+    before = Pipeline((Canonicalize(),)).run(capture(model))[0]
+    assert [c.target for c in before.calls() if c.meta["layer"] in READERS] == ["layer2"] * 4
+    after, records = go_on(before, RaiseSelectedAttention())
+    assert [r.kind for r in records[0].remarks] == ["applied"]
+    readers = [str(c.target) for c in after.calls() if c.meta["layer"] in READERS]
+    attending = [[argument(n, "ratio") for n in after.blocks[r].graph.nodes if is_op(n, *READS)] for r in readers]
+    assert attending == [[2], [2], [1], [1]]
+    weights, ids = weights_from(model), list(range(7, 77))
+    want, got = (logits_of(p, weights, ids, range(70)) for p in (before, after))
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
 
 
 def target_name_of(node: Any) -> str:
