@@ -118,14 +118,22 @@ WAITING = (
 
 def waits(function: GraphFunction) -> bool:
     """Whether some call of a block waits for the device, so that it cannot be captured in a CUDA graph."""
+    masks = {n["name"] for n in function.nodes if isinstance(n.get("val"), dict) and n["val"].get("dtype") in MASKS}
     return any(
-        ((op := ops.find(target)) is not None and op.name in WAITING)
-        or (isinstance(target, OpOverload) and bool(DYNAMIC & set(target.tags)))
-        for _, target in function.calls
+        ((op := ops.find(target)) is not None and op.name in WAITING) or _has_size_of_values(node, target, masks)
+        for node, target in function.calls
     )
 
 
+MASKS = ("bool", "uint8")
 DYNAMIC = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _has_size_of_values(node: Mapping[str, Any], target: Any, masks: set[str]) -> bool:
+    """Whether what a call gives has as many elements as operands say. Taking by numbers gives as many as numbers."""
+    if not isinstance(target, OpOverload) or not DYNAMIC & set(target.tags):
+        return False
+    return target is not torch.ops.aten.index.Tensor or bool(references(node["args"][1]) & masks)
 
 
 def _upto(choice: Any, path: str) -> int | None:

@@ -21,7 +21,6 @@ from deepinfer_compile.replay import logits_of, weights_from
 from tests import models, v41
 from tests.passes.stages import canonical, go_on, reasons
 
-
 READS = (SELECTED_ATTENTION.overload,)
 READERS = (2, 3, 5, 6)
 
@@ -53,7 +52,11 @@ def test_the_logits_are_the_same(dtype: torch.dtype) -> None:
 
 def test_readers_of_unlike_rows_are_told_apart() -> None:
     """Layers of both sides are one block: masks of rows look alike, lists of rows of one and of two tokens do not."""
-    sources: dict[str, Any] = {"kv_source_layer_ids": (1, 4), "index_source_layer_ids": (1, 4), "candidate_source_layer_id": 4}
+    sources: dict[str, Any] = {
+        "kv_source_layer_ids": (1, 4),
+        "index_source_layer_ids": (1, 4),
+        "candidate_source_layer_id": 4,
+    }
     sources |= {"num_nextn_predict_layers": 0}
     model = v41.make(num_hidden_layers=7, compress_ratios=(0, 2, 2, 2, 1, 1, 1), **sources)
     before = Pipeline((Canonicalize(),)).run(capture(model))[0]

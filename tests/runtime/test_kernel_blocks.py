@@ -14,7 +14,8 @@ from torch.nn import functional
 from deepinfer_compile import ops
 from deepinfer_compile.errors import BundleCorrupt
 from deepinfer_compile.graphjson import to_json
-from deepinfer_compile.runtime.kernel_blocks import LIBRARY, StepState, kernel_block
+from deepinfer_compile.runtime.interpret import GraphFunction
+from deepinfer_compile.runtime.kernel_blocks import LIBRARY, StepState, kernel_block, waits
 
 A = torch.ops.aten
 
@@ -131,3 +132,19 @@ def test_another_form_takes_and_gives_what_the_block_does_or_is_refused() -> Non
     for own in (fewer, renamed, wider, loose, {"nodes": []}, {"nodes": [{}]}, None, 3):
         with pytest.raises(BundleCorrupt, match=r"block\.json"):
             open_siblings(own, None, StepState())
+
+
+@pytest.mark.parametrize(
+    ("by", "held"), [(torch.tensor([1, 0]), False), (torch.tensor([True, False, True]), True)], ids=["numbers", "mask"]
+)
+def test_what_has_a_size_of_values_waits(by: Tensor, held: bool) -> None:
+    """Taking rows by numbers is nothing to wait for: how many there are is known."""
+    made = torch.fx.Graph()
+    x, i = made.placeholder("x"), made.placeholder("i")
+    x.meta["val"], i.meta["val"] = torch.zeros(3, 2), by
+    taken = made.call_function(A.index.Tensor, (x, [i]))
+    taken.meta["val"] = torch.zeros(2, 2)
+    made.output(taken)
+    function = GraphFunction(to_json(torch.fx.GraphModule(torch.nn.Module(), made)))
+    assert waits(function) is held
+    assert function(torch.arange(6.0).view(3, 2), by).shape == (2, 2)
