@@ -64,12 +64,12 @@ def many_tokens(hardware: Hardware, ranks: int, tokens: float, hidden: int, top:
         return Exchange(0.0, 0.0, 0.0, 0.0, "one rank" if ranks == 1 else "no tokens")
     nodes = ceil(ranks / hardware["domain_ranks"])
     copies = distinct(ranks, top) if nodes == 1 else distinct(nodes, top, spread)
-    sent = tuple(tokens * copies * row for row in row_bytes(hidden))
+    out, back = (tokens * copies * row for row in row_bytes(hidden))
     points = hardware.large
     if points is None or (nodes == 1 and ranks < points.points[0][0]):
-        return _by_links(hardware, ranks, (sent[0], sent[1]))
+        return _by_links(hardware, ranks, (out, back))
     rates, latency = points.at(ranks), hardware["latency"]
-    return Exchange(*sent, latency + sent[0] / rates[0], latency + sent[1] / rates[1], _name(points, ranks))
+    return Exchange(out, back, latency + out / rates[0], latency + back / rates[1], _name(points, ranks))
 
 
 def _by_links(hardware: Hardware, ranks: int, sent: tuple[float, float]) -> Exchange:

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from deepinfer_compile.plan.shape import ROUTED
 from deepinfer_compile.plan.simulate import count_steps, simulate_steps
+from deepinfer_compile.plan.step import expert_work
 from deepinfer_compile.plan.unit import Unit
 
 
@@ -44,14 +44,9 @@ def check_decode(unit: Unit, batch: int, steps: int, seed: int) -> dict[str, Any
 
 def expert_seconds(unit: Unit) -> tuple[Any, Any]:
     """Seconds in which a slot's weights are read, and in which a choice is computed, of each routed layer [L]."""
-    moved, done = [], []
-    for layer in unit.shape.routed_layers:
-        held = [w for w in unit.shape.weights if w.role == ROUTED and w.layer == layer]
-        narrow = held[0].form in ("fp4", "fp8")
-        rate = unit.hardware["fp8_flops" if narrow else "bf16_flops"]
-        moved.append(sum(w.nbytes for w in held) / unit.shape.experts / unit.hardware["read_bytes"])
-        done.append(2.0 * sum(w.count for w in held) / unit.shape.experts / rate)
-    return np.array(moved), np.array(done)
+    found = [expert_work(unit.shape, unit.hardware, layer) for layer in unit.shape.routed_layers]
+    moved = np.array([nbytes / unit.hardware["read_bytes"] for nbytes, _, _ in found])
+    return moved, np.array([flops / rate for _, flops, rate in found])
 
 
 __all__ = ["check_decode", "expert_seconds"]

@@ -32,8 +32,7 @@ CONSTANTS = {
     "step_overhead": "seconds between steps",
     "price_per_hour": "dollars that a rank costs an hour; none leaves costs out",
 }
-POSITIVE = ("memory_bytes", "memory_fraction", "read_bytes", "bf16_flops", "fp8_flops", "attention_flops")
-POSITIVE += ("domain_ranks", "domain_bytes", "network_bytes")
+MAY_BE_ZERO = ("latency", "layer_overhead", "step_overhead", "price_per_hour")
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class Hardware:
                 fix = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(CONSTANTS)}"
                 raise BadOption(name="--set", value=name, reason="no constant has this name", fix=fix)
             _check(f"--set {name}", name, value)
-        sources = {**self.sources, **{name: "given" for name in changes}}
+        sources = {**self.sources, **dict.fromkeys(changes, "given")}
         changed = tuple(dict.fromkeys((*self.changed, *changes)))
         return replace(self, values={**self.values, **changes}, sources=sources, changed=changed)
 
@@ -146,7 +145,7 @@ def _points(raw: Any, path: Path, name: str) -> Points | None:
 
 
 def _check(place: str, name: str, value: Any) -> None:
-    low = name in POSITIVE
+    low = name not in MAY_BE_ZERO
     if not _number(value) or value < 0 or (low and value == 0) or (name == "memory_fraction" and value > 1):
         what = "a number above 0" if low else "a number from 0"
         fix = f"give {what}" + (" to 1" if name == "memory_fraction" else "")

@@ -71,12 +71,12 @@ class Placed:
     @property
     def slots(self) -> int:
         """Slots of a rank."""
-        return self.phy2log.shape[1] // self.ranks
+        return int(self.phy2log.shape[1]) // self.ranks
 
     @property
     def empty(self) -> int:
         """Slots of a layer that hold nothing."""
-        return self.phy2log.shape[1] - self.experts - self.redundant
+        return int(self.phy2log.shape[1]) - self.experts - self.redundant
 
     @cached_property
     def shares(self) -> Any:

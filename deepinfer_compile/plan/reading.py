@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,6 @@ def read_shape(subject: str | Path) -> Shape:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise NotAModelFolder(path=subject, reason="there is no config.json")
-    import json
-
     try:
         raw = json.loads(path.read_text())
     except (ValueError, RecursionError) as err:
@@ -36,6 +35,8 @@ def shape_of(raw: dict[str, Any], place: str) -> Shape:
     own = traffic(raw)
     if own is not None:
         return own
+    import torch
+
     from deepinfer_compile.capture import hf
     from deepinfer_compile.capture.source import meta_model
     from deepinfer_compile.plan import library_model
@@ -50,10 +51,9 @@ def shape_of(raw: dict[str, Any], place: str) -> Shape:
     except (ValueError, TypeError, KeyError) as err:
         reason = (str(err).splitlines() or [type(err).__name__])[0]
         raise UnsupportedArchitecture(name=place, reason=reason, fix="check config.json") from None
-    import torch
-
     model = meta_model(config, torch.bfloat16)
-    return library_model.shape(config.get_text_config(), model, type(model).__name__)
+    quantization = raw.get("quantization_config") or {}
+    return library_model.shape(config.get_text_config(), model, type(model).__name__, quantization)
 
 
 __all__ = ["read_shape", "shape_of"]

@@ -40,6 +40,7 @@ class Weight:
 
     layer: its layer, None outside. count: its numbers. nbytes: what it takes stored, scales included. form: of `FORMS`.
     active: numbers of it by which one token is multiplied. fills: a prompt's token that only fills caches needs it.
+    rows: the size of its first dimension, 0 where it is not told.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Weight:
     form: str
     active: int
     fills: bool = True
+    rows: int = 0
 
 
 @dataclass(frozen=True)

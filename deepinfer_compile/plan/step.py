@@ -112,8 +112,7 @@ def costs(shape: Shape, hardware: Hardware, plan: Placed, load: Load, batch: Bat
         flops, read = flops + work.flops + done, read + work.bytes + moved
     exchanges = [batch.exchange(batch.rows[layer]) for layer in routed]
     for i, (layer, exchange) in enumerate(zip(routed, exchanges)):
-        moved, done = _routed(shape, layer)
-        rate = _rate(hardware, next(w.form for w in shape.weights if w.role == ROUTED and w.layer == layer))
+        moved, done, rate = expert_work(shape, hardware, layer)
         experts[layer] = max(found.touched[i] * moved / hardware["read_bytes"], found.fullest[i] * done / rate)
         slow = found.fullest[i] / found.mean[i] if found.mean[i] else 1.0
         out[layer], back[layer] = (_waiting(hardware, t, slow) for t in (exchange.out, exchange.back))
@@ -144,10 +143,11 @@ def _by_layer(shape: Shape) -> list[list[Weight]]:
     return found
 
 
-def _routed(shape: Shape, layer: int) -> tuple[float, float]:
-    """Bytes of one expert of a layer, and operations of one token in it."""
+def expert_work(shape: Shape, hardware: Hardware, layer: int) -> tuple[float, float, float]:
+    """Bytes of one expert of a layer, operations of one token in it, and operations a second."""
     held = [w for w in shape.weights if w.role == ROUTED and w.layer == layer]
-    return sum(w.nbytes for w in held) / shape.experts, 2.0 * sum(w.count for w in held) / shape.experts
+    one = sum(w.nbytes for w in held) / shape.experts, 2.0 * sum(w.count for w in held) / shape.experts
+    return *one, _rate(hardware, held[0].form)
 
 
 def _waiting(hardware: Hardware, seconds: float, slow: float) -> float:
@@ -160,4 +160,4 @@ def _rate(hardware: Hardware, form: str) -> float:
     return hardware["fp8_flops"] if form in ("fp4", "fp8") else hardware["bf16_flops"]
 
 
-__all__ = ["Batch", "Costs", "Stages", "costs", "products"]
+__all__ = ["Batch", "Costs", "Stages", "costs", "expert_work", "products"]

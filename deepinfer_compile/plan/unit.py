@@ -149,7 +149,8 @@ class Unit:
         if wanted > memory["requests"]:
             one = memory["request"] / 1e6
             found = f"{wanted} requests of {one:.1f} MB need {wanted * one / 1e3:.2f} GB of caches"
-            return f"{found}, beside the weights there are {memory['room'] / 1e9:.2f} GB ({memory['requests']} requests)"
+            left = f"{memory['room'] / 1e9:.2f} GB ({memory['requests']} requests)"
+            return f"{found}, beside the weights there are {left}"
         return ""
 
     def _step(self, wanted: int) -> dict[str, Any]:

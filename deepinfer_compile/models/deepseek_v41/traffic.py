@@ -1,4 +1,4 @@
-"""What a plan of many ranks must know of this architecture, from the module, the checkpoint's formats and the layer map.
+"""What a plan of many ranks must know of this architecture, from module, checkpoint and layer map.
 
 Weights take the bytes of the published checkpoint, caches those of the published forms. Attention over chosen rows is
 counted by the operations' own work functions, of which only the number of keys is decided here.
