@@ -42,14 +42,16 @@ def shape_of(raw: dict[str, Any], place: str) -> Shape:
     from deepinfer_compile.plan import library_model
 
     package = hf.transformers()
+    from huggingface_hub.errors import StrictDataclassError
+
     kind = raw.get("model_type")
     if kind not in package.CONFIG_MAPPING:
         reason = f"Transformers {package.__version__} knows no model_type {kind!r}"
         raise UnsupportedArchitecture(name=place, reason=reason, fix="upgrade transformers, or check config.json")
     try:
         config = package.AutoConfig.for_model(kind, **{k: v for k, v in raw.items() if k != "model_type"})
-    except (ValueError, TypeError, KeyError) as err:
-        reason = (str(err).splitlines() or [type(err).__name__])[0]
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as err:
+        reason = " ".join(str(err).split()) or type(err).__name__
         raise UnsupportedArchitecture(name=place, reason=reason, fix="check config.json") from None
     model = meta_model(config, torch.bfloat16)
     quantization = raw.get("quantization_config") or {}
