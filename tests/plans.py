@@ -47,7 +47,9 @@ def plain(**changes: float) -> Hardware:
     return replace(read_hardware("b200"), small=None, large=None).with_(changes)
 
 
-def unit(kind: str = "decode", ranks: int = 8, model: Shape | None = None, load: Load | None = None, **more: Any) -> Unit:
+def unit(
+    kind: str = "decode", ranks: int = 8, model: Shape | None = None, load: Load | None = None, **more: Any
+) -> Unit:
     """A unit of the hand-made shape, or of another; `hardware` and fields of the request are options."""
     model = model or shape()
     hardware = more.pop("hardware", None) or plain()

@@ -31,7 +31,7 @@ def _option(words: str, **more: Any) -> Any:
 CONFIG_HELP = "Hugging Face folder, or a config.json."
 HARDWARE_HELP = "A description by name (h200, b200, gb200, h800, ascend-950) or a .json file of that form."
 SET_HELP = "Another value of a constant of the hardware; may be repeated."
-TRACE_HELP = "JSON counts of each expert's tokens, [layers, experts] or [steps, layers, experts]; else a load is drawn."
+TRACE_HELP = "JSON lists: tokens of each expert, layers by experts, or steps by layers by experts. Else it is drawn."
 PRICES_HELP = "Dollars for a million tokens: in and cached, in and not, out."
 TABLES_HELP = "Where memory tables lie: host (no memory of ranks) or sharded over the ranks of a unit."
 JSON_HELP = "Write everything as JSON, with - to standard output instead of words; errors are JSON then too."

@@ -13,7 +13,7 @@ from deepinfer_compile.plan.unit import Unit
 
 def check_decode(unit: Unit, batch: int, steps: int, seed: int) -> dict[str, Any]:
     """Mean numbers of `steps` simulated decode steps of `batch` requests a rank beside those of the closed form."""
-    shape, hardware, count = unit.shape, unit.hardware, unit.request.microbatches
+    shape, hardware, count = unit.shape, unit.hardware, unit.microbatches
     rng = np.random.default_rng(seed)
     found = unit.decode_costs(batch)
     rows = batch * unit.request.rows / count

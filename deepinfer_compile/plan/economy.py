@@ -48,7 +48,7 @@ def keeps_up(seconds: Any, ranks: int, wanted: float) -> float | None:
     """The least hit rate at which `ranks` take in `wanted` tokens a second, by seconds a token at `HITS`; None where
     the highest of these is not enough."""
     room = ranks / wanted if wanted else np.inf
-    enough = np.flatnonzero(seconds <= room)
+    enough = np.flatnonzero(np.asarray(seconds) <= room)
     if not len(enough):
         return None
     i = int(enough[0])

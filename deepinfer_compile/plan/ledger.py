@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepinfer_compile.errors import BadOption
 from deepinfer_compile.plan.economy import economy
 from deepinfer_compile.plan.hardware import CONSTANTS, Hardware
 from deepinfer_compile.plan.load import Load, drawn, recorded
@@ -17,6 +18,8 @@ ASSUMED = (
     "kernels reach the given rates at every size; a layer waits for the rank that gets most",
     "4-bit weights are multiplied with 8-bit activations at the 8-bit rate",
     "choices of tokens are independent, also of their neighbours'; attention is balanced between ranks",
+    "cached tokens of prompts cost nothing but their caches' place",
+    "activations and buffers of exchanges fit into the memory that is left free",
     "drafting, sampling, scheduling, moving caches between units and reading memory tables take no time",
 )
 
@@ -26,6 +29,11 @@ def ledger(shape: Shape, hardware: Hardware, request: Request, load: Load | None
 
     Raises BadOption, MissingExtra.
     """
+    for name in ("context", "prompt"):
+        wanted = getattr(request, name)
+        if shape.context and wanted > shape.context:
+            reason = f"the model is made for {shape.context} tokens"
+            raise BadOption(name=f"--{name}", value=wanted, reason=reason, fix=f"give at most {shape.context}")
     load = load or drawn(len(shape.routed_layers), shape.experts, request.skew, request.seed)
     prefill, decode = units(shape, hardware, request, load)
     told, said = prefill.data(), decode.data()

@@ -47,6 +47,11 @@ def sections(data: dict[str, Any]) -> list[Section]:
     return [*found, _constants(data["hardware"]), _assumed(data)]
 
 
+def plural(count: int, word: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
 def gb(count: float) -> str:
     """Bytes as decimal GB."""
     return f"{count / 1e9:.2f}"
@@ -69,7 +74,7 @@ def rate(value: float | None) -> str:
 
 def _head(data: dict[str, Any]) -> Section:
     model, asked = data["model"], data["request"]
-    units = f"{asked['prefill']} prefill ranks, {asked['decode']} decode ranks"
+    units = f"Ranks: {asked['prefill']} in prefill, {asked['decode']} in decode"
     traffic = f"prompts of {asked['prompt']} tokens, {asked['hit']:.1%} of them cached; "
     traffic += f"decode at {asked['context']} tokens; {asked['ratio']:.2f} tokens in for one out"
     return Section(
@@ -97,7 +102,7 @@ def _model(model: dict[str, Any]) -> Section:
 
 
 def _unit(unit: dict[str, Any]) -> list[Section]:
-    name = f"{unit['kind'].capitalize()} unit, {unit['ranks']} ranks"
+    name = f"{unit['kind'].capitalize()} unit of {plural(unit['ranks'], 'rank')}"
     return [_experts(name, unit), _memory(name, unit), *([_step(name, unit)] if unit["fits"] else [])]
 
 
@@ -110,7 +115,7 @@ def _experts(name: str, unit: dict[str, Any]) -> Section:
     if found["empty"]:
         lines.append(
             f"They do not divide: {found['slots']} slots on a rank, {mb(found['fullest_layer_bytes'])} MB, "
-            f"{found['empty']} of a layer empty."
+            f"{found['empty']} of a layer empty (room for as many replicas more)."
         )
     rows = tuple((k, f"{v['mean']:.4f}", f"{v['worst']:.4f}") for k, v in found["imbalance"].items())
     columns = ("load of the fullest rank over the mean", "mean over layers", "worst layer")

@@ -30,7 +30,9 @@ FORMS = ("fp4", "fp8", "bf16", "fp32")
 
 
 def role_of(name: str) -> str:
-    """The role of a parameter by the words in its name: that of the first in `WORDS`."""
+    """The role of a parameter by the words in its name: that of the first in `WORDS`, and of norms the rest's."""
+    if "norm" in name.rsplit(".", 2)[-2 if "." in name else -1]:
+        return REST
     return next((role for role, words in WORDS if any(word in name for word in words)), REST)
 
 
@@ -56,7 +58,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of `layers` layers that route a token to `top` of `experts` experts.
+    """A model of `layers` layers that route a token to `top` of `experts` experts, made for `context` tokens (0: not
+    known).
 
     cache_bytes: of cache that a token adds. request_bytes: of cache that a request holds whatever its length.
     step(rows, context): the attention of a request that gets `rows` tokens at that context, per layer. prompt(start,

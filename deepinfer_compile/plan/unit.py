@@ -81,11 +81,16 @@ class Unit:
             "imbalance": {name: _few(found.imbalance(self.load)) for name, found in plans.items()},
         }
 
+    @property
+    def microbatches(self) -> int:
+        """As asked; one where there is nothing to exchange."""
+        return self.request.microbatches if self.plan.ranks > 1 else 1
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def decode_costs(self, batch: int) -> Costs:
         """Of a step with so many requests on every rank."""
-        asked, count = self.request, self.request.microbatches
+        asked, count = self.request, self.microbatches
         share = batch / count
         attention = tuple(_times(work, share) for work in self.shape.step(asked.rows, asked.context))
         rows = np.full(self.shape.layers, share * asked.rows)
@@ -104,7 +109,7 @@ class Unit:
 
     def prefill_costs(self, hit: float) -> Costs:
         """Of a step whose prompts have this share of their tokens in a cache."""
-        count = self.request.microbatches
+        count = self.microbatches
         start, computed, prompts = self.prompts(hit)
         share = prompts / count
         attention = tuple(_times(work, share) for work in self.shape.prompt(start, start + computed))

@@ -60,9 +60,7 @@ def test_replicas_do_not_hurt(ranks: int, redundant: int) -> None:
 )
 def test_faster_parts_never_slow_a_step(name: str, times: float, kind: str, microbatches: int) -> None:
     slow, fast = plain(), plain(**{name: plain()[name] * times})
-    seconds = [
-        unit(kind, 16, hardware=h, microbatches=microbatches).data()["step"]["seconds"] for h in (slow, fast)
-    ]
+    seconds = [unit(kind, 16, hardware=h, microbatches=microbatches).data()["step"]["seconds"] for h in (slow, fast)]
     assert seconds[1] <= seconds[0] * (1 + 1e-12)
 
 
@@ -137,4 +135,5 @@ def test_no_tokens_and_one_rank() -> None:
     assert none.touched.tolist() == [0, 0, 0]
     alone = unit(ranks=1, model=model).data()["step"]
     assert alone["exchanges"] == 0
+    assert alone == unit(ranks=1, model=model, microbatches=1).data()["step"]
     assert alone["fullest"] == pytest.approx(1, abs=0.2)

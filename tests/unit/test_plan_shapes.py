@@ -25,10 +25,11 @@ from deepinfer_compile.presets import default
 from tests.unit.test_prefill_work import by_hand
 
 RELEASED = {"model_type": "deepseek_v41"}
-MOE = (
-    "afmoe cohere2_moe deepseek_v2 dots1 ernie4_5_moe flex_olmo glm4_moe glm4_moe_lite granitemoe granitemoeshared "
-    "hunyuan_v1_moe hy_v3 laguna minimax_m2 mixtral olmoe qwen2_moe solar_open"
-).split()
+MOE = [
+    "afmoe", "cohere2_moe", "deepseek_v2", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite",
+    "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna", "minimax_m2", "mixtral", "olmoe",
+    "qwen2_moe", "solar_open",
+]  # fmt: skip
 """Architectures of the support table that route to experts, beside those that are always tried."""
 
 

@@ -29,6 +29,7 @@ def shape(config: DeepseekV41Config, name: str) -> Shape:
     edge = boundary(config)
     backtrack = config.dspark_block_size + 1 if config.num_nextn_predict_layers else 0
     split = edge < config.num_hidden_layers
+    windows = len(roles) + config.num_nextn_predict_layers
 
     def step(rows: int, context: int) -> tuple[Work, ...]:
         return tuple(attention(config, role, rows, context) for role in roles)
@@ -47,7 +48,7 @@ def shape(config: DeepseekV41Config, name: str) -> Shape:
         context=config.max_position_embeddings,
         weights=tuple(weights(config)),
         cache_bytes=kv_bytes_per_token(config),
-        request_bytes=WINDOW.nbytes(config.head_dim) * (config.sliding_window + backtrack) * len(roles),
+        request_bytes=WINDOW.nbytes(config.head_dim) * (config.sliding_window + backtrack) * windows,
         step=step,
         prompt=prompt,
         keep=config.sliding_window + backtrack if split else None,
