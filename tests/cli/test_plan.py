@@ -199,3 +199,35 @@ def test_a_file_that_cannot_be_written(cli: Run, tmp_path: Path) -> None:
     result = cli("plan", CED, "--hardware", "h200", *USUAL, "--markdown", tmp_path / "none" / "plan.md")
     assert result.exit_code == 8
     assert "plan.md failed" in result.stderr
+
+
+def test_where_memory_tables_lie(cli: Run) -> None:
+    host, sharded = (
+        document(cli("plan", CED, "--hardware", "h200", *USUAL, "--tables", where, "--json", "-"))
+        for where in ("host", "sharded")
+    )
+    for kind, ranks in (("prefill", 2), ("decode", 6)):
+        assert host[kind]["memory"]["weights"]["memory tables"] == 0
+        held = sharded[kind]["memory"]["weights"]["memory tables"]
+        assert held * ranks == pytest.approx(sharded["model"]["weights"]["memory tables"])
+        assert sharded[kind]["memory"]["requests"] < host[kind]["memory"]["requests"]
+
+
+def test_drafts_of_a_step(cli: Run) -> None:
+    one, more = (
+        document(cli("plan", CED, "--hardware", "h200", *USUAL, *drafts, "--json", "-"))["decode"]["step"]
+        for drafts in ((), ("--rows", 4, "--accepted", 2.5))
+    )
+    assert (one["tokens"], more["tokens"]) == (16, 64)
+    assert more["seconds"] > one["seconds"]
+    assert more["user"] == pytest.approx(2.5 / more["seconds"])
+    assert more["rate"] == pytest.approx(16 * 2.5 / more["seconds"])
+
+
+def test_overlap_hides_exchanges(cli: Run) -> None:
+    two, one = (
+        document(cli("plan", CED, "--hardware", "h200", *USUAL, "--microbatches", n, "--json", "-"))["prefill"]["step"]
+        for n in (2, 1)
+    )
+    assert one["phases"]["exchange not hidden"] == pytest.approx(one["exchanges"])
+    assert two["phases"]["exchange not hidden"] < two["exchanges"]
