@@ -36,7 +36,9 @@ def drawn(layers: int, experts: int, skew: float, seed: int) -> Load:
     """Shares that fall with the rank of an expert to the power of -skew; 0 is an even load."""
     falling = np.arange(1, experts + 1, dtype=np.float64) ** -skew
     rng = np.random.default_rng(seed)
-    shares = np.stack([rng.permutation(falling / falling.sum()) for _ in range(layers)])
+    # an order by uniform numbers is the same in every version of numpy, a permutation need not be
+    order = np.argsort(rng.random((layers, experts)), axis=1, kind="stable")
+    shares = (falling / falling.sum())[order]
     return Load(shares, None, f"drawn: share of the r-th expert as r^-{skew:g}, seed {seed}; an assumption")
 
 

@@ -123,7 +123,7 @@ def test_exchanges_grow_with_tokens(ranks: int, tokens: float, times: float) -> 
 def test_distinct_places(places: int, picks: int) -> None:
     draws = np.random.default_rng(2).integers(0, places, (3000, picks))
     hit = np.array([len(set(row)) for row in draws.tolist()])
-    assert distinct(places, picks) == pytest.approx(hit.mean(), abs=6 * hit.std() / 3000**0.5 + 1e-9)
+    assert distinct(places, picks) == pytest.approx(hit.mean(), abs=6 * hit.std() / 3000**0.5 + 0.005)
     assert distinct(places, picks, 2) <= 2
 
 
