@@ -10,6 +10,7 @@ import typer
 
 from deepinfer_compile.cli.boundary import guarded, print_json, usage
 from deepinfer_compile.cli.show import stderr, stdout, table
+from deepinfer_compile.plan.hardware import known
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +30,7 @@ def _option(words: str, **more: Any) -> Any:
 
 
 CONFIG_HELP = "Hugging Face folder, or a config.json."
-HARDWARE_HELP = "A description by name (h200, b200, gb200, h800, ascend-950) or a .json file of that form."
+HARDWARE_HELP = f"A description by name ({', '.join(known())}) or a .json file of that form."
 SET_HELP = "Another value of a constant of the hardware; may be repeated."
 TRACE_HELP = "JSON lists: tokens of each expert, layers by experts, or steps by layers by experts. Else it is drawn."
 PRICES_HELP = "Dollars for a million tokens: in and cached, in and not, out."
