@@ -16,8 +16,8 @@ ASSUMED = (
     "attention is data-parallel: every rank has all weights but routed experts, its own requests, and one mean length",
     "a part of a layer takes its bytes or its operations, whichever is longer; parts and layers follow each other",
     "an exchange takes a latency and its bytes over a rate, which published times fix between their numbers of ranks",
-    "two micro-batches run in order on two streams: a layer takes the sum of the stages (dense, out, experts, back) of one "
-    "and the larger of longest - shortest stage and |kernels - exchanges|",
+    "two micro-batches run in order on two streams: a layer takes the sum of the stages (dense, out, experts, back) of "
+    "one and the larger of longest - shortest stage and |kernels - exchanges|",
     "kernels reach the given rates at every size; a layer waits for the rank that gets most",
     "4-bit weights are multiplied with 8-bit activations at the 8-bit rate",
     "choices of tokens are independent, also of their neighbours'; attention is balanced between ranks",

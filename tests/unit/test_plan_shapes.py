@@ -27,8 +27,8 @@ from tests.unit.test_prefill_work import by_hand
 RELEASED = {"model_type": "deepseek_v41"}
 MOE = [
     "afmoe", "cohere2_moe", "deepseek_v2", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite",
-    "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna", "mimo_v2_flash", "minimax_m2", "mixtral", "olmoe",
-    "qwen2_moe", "qwen3_moe", "solar_open",
+    "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna", "mimo_v2_flash", "minimax_m2", "mixtral",
+    "olmoe", "qwen2_moe", "qwen3_moe", "solar_open",
 ]  # fmt: skip
 """Architectures of the support table that route to experts, beside those that are always tried."""
 
