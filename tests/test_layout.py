@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCE = [*(ROOT / "deepinfer_compile").glob("*.py")]
-for _part in ("capture", "ops", "bundle", "runtime", "cli", "models", "eplb"):
+for _part in ("capture", "ops", "bundle", "runtime", "cli", "models", "eplb", "plan"):
     SOURCE += (ROOT / "deepinfer_compile" / _part).rglob("*.py")
 for _part in ("passes", "targets", "templates"):
     SOURCE += (ROOT / _part).rglob("*.py")

@@ -30,7 +30,7 @@ def test_wheel_holds_every_source_file(tmp_path: Path) -> None:
     wanted = set()
     for file in listed:
         top = file.split("/")[0]
-        if not file.endswith((".py", ".j2", "py.typed")):
+        if not file.endswith((".py", ".j2", ".json", "py.typed")):
             continue
         if top in ("passes", "templates", "targets"):
             wanted.add(f"deepinfer_compile/{file}")

@@ -17,6 +17,7 @@ from deepinfer_compile.cli.diff_bundles import diff
 from deepinfer_compile.cli.explain_model import explain
 from deepinfer_compile.cli.export_model import export
 from deepinfer_compile.cli.inspect_bundle import inspect
+from deepinfer_compile.cli.plan_cluster import plan
 from deepinfer_compile.cli.render_kernel import render
 from deepinfer_compile.cli.run_bundle import run
 from deepinfer_compile.cli.support_table import support
@@ -36,6 +37,7 @@ COMMANDS = (
     render,
     tune,
     eplb,
+    plan,
     export,
     support,
     doctor,

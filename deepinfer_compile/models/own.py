@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from deepinfer_compile.bundle import Checkpoint
 from deepinfer_compile.errors import NotAModelFolder
 from deepinfer_compile.models.deepseek_v41 import roles
+from deepinfer_compile.models.deepseek_v41 import traffic as deepseek_v41_traffic
 from deepinfer_compile.models.deepseek_v41.checkpoint import load_published
 from deepinfer_compile.models.deepseek_v41.config import DeepseekV41Config
 from deepinfer_compile.models.deepseek_v41.engram import normalised_map, plain_map
 from deepinfer_compile.models.deepseek_v41.layers import boundary, kv_bytes_per_token
 from deepinfer_compile.models.deepseek_v41.model import DeepseekV41
+from deepinfer_compile.plan.shape import Shape
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,13 @@ def deepseek_v41(raw: Mapping[str, Any]) -> Own:
     )
 
 
+def traffic(raw: Mapping[str, Any]) -> Shape | None:
+    """What a plan must know of a parsed config.json; None where it is another architecture. Raises BadModelConfig."""
+    if raw.get("model_type") not in READERS:
+        return None
+    return deepseek_v41_traffic.shape(DeepseekV41Config.read(raw), DeepseekV41.__name__)
+
+
 def read_folder(folder: Path, dtype: str) -> tuple[nn.Module, int] | None:
     """The model of a folder with its weights, in a dtype ("auto": the config's, else fp32), and its context; None where
     its architecture is another.
@@ -120,4 +129,4 @@ READERS: dict[Any, Callable[[Mapping[str, Any]], Own]] = {
     "deepseek_v41_text": deepseek_v41,
 }
 
-__all__ = ["Own", "find", "read_folder"]
+__all__ = ["Own", "find", "read_folder", "traffic"]

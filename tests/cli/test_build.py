@@ -41,7 +41,7 @@ print(time.process_time(), sorted({"torch", "transformers", "numpy", "jinja2", "
 
 def test_every_command_has_help(cli: Run) -> None:
     top = cli("--help").stdout
-    assert len(COMMANDS) == 15
+    assert len(COMMANDS) == 16
     for name in (command.__name__ for command in COMMANDS):
         assert name in top
         assert cli(name, "--help").exit_code == 0
