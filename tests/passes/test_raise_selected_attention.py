@@ -52,13 +52,14 @@ def test_the_logits_are_the_same(dtype: torch.dtype) -> None:
 
 def test_readers_of_unlike_rows_are_told_apart() -> None:
     """Layers of both sides are one block: masks of rows look alike, lists of rows of one and of two tokens do not."""
-    sources: dict[str, Any] = {
-        "kv_source_layer_ids": (1, 4),
-        "index_source_layer_ids": (1, 4),
-        "candidate_source_layer_id": 4,
-    }
-    sources |= {"num_nextn_predict_layers": 0}
-    model = v41.make(num_hidden_layers=7, compress_ratios=(0, 2, 2, 2, 1, 1, 1), **sources)
+    model = v41.make(
+        num_hidden_layers=7,
+        compress_ratios=(0, 2, 2, 2, 1, 1, 1),
+        kv_source_layer_ids=(1, 4),
+        index_source_layer_ids=(1, 4),
+        candidate_source_layer_id=4,
+        num_nextn_predict_layers=0,
+    )
     before = Pipeline((Canonicalize(),)).run(capture(model))[0]
     assert [c.target for c in before.calls() if c.meta["layer"] in READERS] == ["layer2"] * 4
     after, records = go_on(before, RaiseSelectedAttention())
