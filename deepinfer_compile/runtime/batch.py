@@ -81,12 +81,14 @@ class Executor(Protocol):
     """Runs the programs of a loaded bundle.
 
     draw: what chooses tokens where the logits are, if anything does. reads_hint: whether cache rows depend on
-    `StepInput.context_hint`. identity: of what decides cache rows beside their tokens, the same in every process that
-    would compute the same rows; empty where it is not known.
+    `StepInput.context_hint`. keep: rows at the end of a prompt of which windows are whole, 0 for all. identity: of what
+    decides cache rows beside their tokens, the same in every process that would compute the same rows; empty where it
+    is not known.
     """
 
     draw: Draw | None
     reads_hint: bool
+    keep: int
     identity: str
     groups: tuple[CacheGroup, ...]
     vocab_size: int

@@ -19,10 +19,15 @@ def kept_inputs(inputs: StepInput, keep: int) -> dict[str, Tensor]:
     starts = inputs.query_start.long()
     request = torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff())
     first = inputs.context_hint[starts[:-1]]
-    start = (first - keep).clamp(min=0) // PAGE_SIZE * PAGE_SIZE
+    start = (first - keep).clamp(min=0) // PAGE_SIZE * PAGE_SIZE  # `first_kept` of each
     owner = request[inputs.rows]
     start[owner[inputs.position_ids[inputs.rows] < start[owner]]] = 0
     return {"kept": torch.nonzero(inputs.position_ids >= start[request]).flatten(), "kept_start": start}
+
+
+def first_kept(prompt: int, keep: int) -> int:
+    """The first token that is kept of a prompt of so many."""
+    return max(0, prompt - keep) // PAGE_SIZE * PAGE_SIZE
 
 
 def in_prompt(inputs: StepInput) -> bool:

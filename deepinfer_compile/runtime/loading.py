@@ -109,8 +109,7 @@ def load(
         max_num_batched_tokens=max_num_batched_tokens,
         memory_bytes=int(free_memory(executor.device) * memory_fraction),
         max_model_len=max_model_len,
-        # windows of a kept prompt lack the rows that another prompt would read
-        enable_prefix_caching=enable_prefix_caching and not executor.keep,
+        enable_prefix_caching=enable_prefix_caching,
         prefix_cache_ttl=prefix_cache_ttl,
         prefix_cache_folder=prefix_cache_folder,
         prefix_cache_bytes=prefix_cache_bytes,

@@ -103,6 +103,7 @@ def prefix_cache(pages: Pages, executor: Executor, options: EngineOptions) -> Pr
         seats=options.max_num_seqs,
         backtrack=options.backtrack,
         reads_hint=executor.reads_hint,
+        keep=executor.keep,
         time_to_live=options.prefix_cache_ttl,
         disk=disk,
     )

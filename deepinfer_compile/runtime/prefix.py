@@ -14,6 +14,10 @@ was idle for longer than the time to live, or the request that wrote it was fail
 `backtrack` allows to be dropped again are not in it. A page that fills with what the tree holds already is exchanged
 for the one in the tree.
 
+Where the layers above a boundary run on the last rows of a prompt alone (`kept.py`), a window group's page before these
+lacks their rows, so it does not enter the tree. A request that goes on from a hit reads windows that begin where those
+of the request before began: an approximation as good as the one that it was built with.
+
 Reuse is the default: rows are taken only where all that decides them is equal, so tokens differ no more than they do
 when a prompt is read in other chunks or beside other requests, which is by rounding.
 """
@@ -29,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepinfer_compile.runtime.batch import PAGE_SIZE
+from deepinfer_compile.runtime.kept import first_kept
 from deepinfer_compile.runtime.pages import Ints, Pages
 from deepinfer_compile.runtime.prefix_disk import DiskTier, Taken, digest_of
 from deepinfer_compile.runtime.request import Request
@@ -102,8 +107,8 @@ class Hit:
 class PrefixCache:
     """The tree of kept pages of all cache groups.
 
-    reads_hint: rows depend on the length of the prompt, see `StepInput.context_hint`. time_to_live: seconds.
-    disk: where pages outlive the process.
+    reads_hint: rows depend on the length of the prompt, see `StepInput.context_hint`. keep: rows at the end of a prompt
+    of which windows are whole, 0 for all. time_to_live: seconds. disk: where pages outlive the process.
     """
 
     def __init__(
@@ -113,12 +118,14 @@ class PrefixCache:
         seats: int,
         backtrack: int = 0,
         reads_hint: bool = True,
+        keep: int = 0,
         time_to_live: float = 180.0,
         disk: DiskTier | None = None,
     ) -> None:
         self.groups = pages.groups
         self._pages = pages
-        self._backtrack, self._reads_hint, self._time_to_live = backtrack, reads_hint, time_to_live
+        self._backtrack, self._keep = backtrack, keep
+        self._reads_hint, self._time_to_live = reads_hint, time_to_live
         self._stats = PrefixStats()
         self.disk = disk
         self._asked: tuple[Request | None, int, list[Key]] = (None, 0, [])
@@ -246,7 +253,7 @@ class PrefixCache:
         for i in grown.tolist():
             seat = int(seats[i])
             for page in range(int(self._noted[seat]), int(full[i])):
-                changed |= self._add(seat, page, self._key(request(seat), page))
+                changed |= self._add(seat, page, request(seat))
         return changed
 
     def store(self, request: Request) -> None:
@@ -331,10 +338,10 @@ class PrefixCache:
             tokens += np.array(answer, dtype=np.int64).tobytes()
         return tokens, max(prompt, start + 1) if self._reads_hint else 0
 
-    def _add(self, seat: int, page: int, key: Key) -> bool:
+    def _add(self, seat: int, page: int, request: Request) -> bool:
         """Move a seat's tip to its next full page. Whether a page was exchanged."""
-        tip = self._tip[seat]
-        node = self.child(tip, key)
+        whole = not self._keep or page * PAGE_SIZE >= first_kept(len(request.prompt), self._keep)
+        node = self.child(self._tip[seat], self._key(request, page))
         self._move(seat, node, page + 1)
         changed = False
         for i, group in enumerate(self.groups):
@@ -344,8 +351,8 @@ class PrefixCache:
             if known >= 0:
                 group.exchange(seat, page, known)
                 changed = True
-                continue
-            self.own(node, i, own)
+            elif whole or group.reach is None:
+                self.own(node, i, own)
         return changed
 
     def own(self, node: Node, group: int, page: int) -> None:

@@ -127,6 +127,31 @@ def test_decoders_read_the_last_rows_of_prompts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_prompt_goes_on_from_the_last_rows_of_the_one_before(tmp_path: Path) -> None:
+    """Of 160 tokens, the windows of the last 31 reach as far as they must: tokens stay exact when a prompt is found up
+    to 128, and only the pages whose windows are whole are in the tree."""
+    deepinfer_compile.build(v41.make(), tmp_path / "b", native=False, keep=31)
+    llm = deepinfer_compile.load(tmp_path / "b", native=False, max_model_len=256, max_num_batched_tokens=300)
+    (whole,) = prompts(VOCAB, (190,))
+    assert bundle_tokens(llm, [whole[:160]], COUNT) == wanted_of(whole[:160])
+    windows = [[group.reach is not None for group in llm.engine.scheduler.prefix.groups]]
+    node, held = llm.engine.scheduler.prefix.root, []
+    while node.children:
+        (node,) = node.children.values()
+        held.append([page >= 0 for page in node.pages])
+    # 160 - 31 is in page 2: before it, groups of windows have nothing
+    assert held == [[not w for w in windows[0]]] * 2 + [[True] * len(windows[0])] * (len(held) - 2)
+    for prompt in (whole[:170], whole, whole[:130]):
+        assert bundle_tokens(llm, [prompt], COUNT) == wanted_of(prompt)
+    found = llm.generate([whole], SamplingParams(temperature=0.0, max_tokens=1))[0].num_cached_tokens
+    assert found == 128
+
+
+def wanted_of(prompt: list[int]) -> list[list[int]]:
+    return [v41.eager_tokens(v41.make(), prompt, COUNT)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [False, True])
 def test_as_many_rows_as_windows_reach_are_exact(native: bool, tmp_path: Path) -> None:
     lengths = (130, 5, 200, 70, 64, 33)

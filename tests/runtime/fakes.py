@@ -50,7 +50,7 @@ def logits_of(states, vocab: int = VOCAB) -> np.ndarray:
 class HashExecutor:
     """The model behind tables; `steps` holds (requests, tokens) of each step. hint: whether it reads context hints."""
 
-    draw, identity = None, "hash"
+    draw, identity, keep = None, "hash", 0
 
     def __init__(self, groups=GROUPS, vocab: int = VOCAB, max_model_len: int = 512, hint: bool = True) -> None:
         self.groups, self.vocab_size, self.max_model_len = tuple(groups), vocab, max_model_len

@@ -341,7 +341,7 @@ def test_any_mix_of_sizes_gives_the_oracle_tokens(data):
 def test_host_work_of_a_step_is_under_a_millisecond():
     class Still:
         groups, vocab_size, max_model_len = GROUPS, 4096, 4096
-        draw, reads_hint = None, False
+        draw, reads_hint, keep = None, False, 0
 
         def allocate(self, pages) -> None:
             self.logits = torch.randn(64, self.vocab_size, generator=torch.Generator().manual_seed(0))

@@ -258,7 +258,7 @@ class Script:
     """A model that says the same tokens to everyone, whatever the prompt of one token."""
 
     groups, vocab_size, max_model_len = (), VOCAB, 100
-    draw, reads_hint = None, False
+    draw, reads_hint, keep = None, False, 0
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
