@@ -1,9 +1,9 @@
 """The GPU table: kernels, the backend door and a bundle beside what a user would otherwise run.
 
 `python -m tests.bench.bench_gpu --out DIR` measures what DIR does not hold yet, a process a section, and prints the
-table. `... SECTION ...` measures these sections and prints their rows: latent, prompts, experts,
-ced, decode:BATCH:CACHE[:WHO ...], prefill:TOKENS[:WHO ...], generate:BATCH[:WHO ...], bundle[:BATCH ...]. `... --table
-DIR` prints the table of what DIR holds.
+table. `... SECTION ...` measures these sections and prints their rows: latent, prompts, experts, ced, resume,
+decode:BATCH:CACHE[:WHO ...], prefill:TOKENS[:WHO ...], generate:BATCH[:WHO ...], bundle[:BATCH ...].
+`... --table DIR` prints the table of what DIR holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.bench import gpu_bundle, gpu_ced, gpu_kernels, gpu_model
+from tests.bench import gpu_bundle, gpu_ced, gpu_kernels, gpu_model, gpu_resume
 from tests.bench.gpu_rows import Rows, table
 
 SECTIONS = (
@@ -32,6 +32,7 @@ SECTIONS = (
     "prompts",
     "experts",
     "ced",
+    "resume",
 )
 GOALS = {
     "decode B 64 cache 4096": 6200.0,
@@ -73,6 +74,8 @@ def run(section: str, rows: Rows, built: Any = None) -> Any:
         gpu_kernels.experts(rows)
     elif name == "ced":
         gpu_ced.ced(rows)
+    elif name == "resume":
+        gpu_resume.resume(rows)
     else:
         raise SystemExit(f"no section {name!r}; there are {', '.join(SECTIONS)}")
     return built

@@ -2,7 +2,7 @@
 
 DeepSeek-V4.1's widths, 12 layers (6 below the boundary, 6 above it; every role of keys and of choices), 64 experts,
 small memory tables, bf16, random weights. `python -m tests.bench.gpu_ced OUT` builds both bundles without a GPU, for
-BENCH_CED; `python -m tests.bench.bench_gpu ced` measures them, or builds them first.
+BENCH_CED, and that of `gpu_resume`; `python -m tests.bench.bench_gpu ced` measures them, or builds them first.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def config() -> DeepseekV41Config:
+def config(**changes: Any) -> DeepseekV41Config:
     """The shape; rows of memory tables follow from the rest."""
-    found = DeepseekV41Config(**SHAPE, engram_num_embeddings=(0,))
+    found = DeepseekV41Config(**SHAPE | changes, engram_num_embeddings=(0,))
     return found.with_(engram_num_embeddings=tuple(sum(sizes) for sizes in table_sizes(found).values()))
 
 
-def make() -> DeepseekV41:
+def make(**changes: Any) -> DeepseekV41:
     """The model in bf16, its weights on the meta device."""
-    shape = config()
+    shape = config(**changes)
     with torch.device("meta"):
         model = DeepseekV41(shape, plain_map(shape)).eval().to(torch.bfloat16).requires_grad_(False)
     model.token_map = plain_map(shape)
@@ -77,10 +77,10 @@ def build(out: Path, targets: list[str]) -> Path:
     return out
 
 
-def save_weights(folder: Path, device: str) -> None:
+def save_weights(folder: Path, device: str, **changes: Any) -> None:
     """Random weights, a file a layer."""
     groups: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, weight in make().named_parameters():
+    for name, weight in make(**changes).named_parameters():
         head = ".".join(name.split(".")[:2]) if name.startswith("layers.") else "rest"
         groups.setdefault(head, {})[name] = tuple(weight.shape)
     files = {group: f"{group}.safetensors" for group in groups}
@@ -147,7 +147,8 @@ def _finish(engine: Any) -> None:
         engine.step()
 
 
-def _prompts(count: int, length: int) -> list[list[int]]:
+def prompts(count: int, length: int) -> list[list[int]]:
+    """The same at every call."""
     generator = torch.Generator().manual_seed(count)
     return torch.randint(3, SHAPE["vocab_size"], (count, length), generator=generator).tolist()
 
@@ -156,7 +157,7 @@ def prompt(rows: Rows, llm: Any, mode: str, flops: int) -> None:
     """One prompt, read in chunks; the first reading is not counted."""
     times = []
     for _ in range(4):
-        times.append(_read(llm.engine, _prompts(1, PROMPT), 1))
+        times.append(_read(llm.engine, prompts(1, PROMPT), 1))
         _finish(llm.engine)
     us = statistics.median(times[1:]) * 1e6
     note = f"{PROMPT / us * 1e6:.0f} tokens/s, {flops / us / 1e6:.0f} TFLOP/s"
@@ -166,7 +167,7 @@ def prompt(rows: Rows, llm: Any, mode: str, flops: int) -> None:
 def decode(rows: Rows, llm: Any, batch: int) -> None:
     """Steps of one token each behind prompts of CONTEXT tokens."""
     engine, times = llm.engine, []
-    read = _read(engine, _prompts(batch, CONTEXT), STEPS + 60)
+    read = _read(engine, prompts(batch, CONTEXT), STEPS + 60)
     for _ in range(STEPS):
         begin = time.perf_counter()
         engine.step()
@@ -205,4 +206,7 @@ def moved_bytes(batch: int) -> int:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]), sys.argv[2:] or ["nvidia-sm90"])
+    from tests.bench import gpu_resume
+
+    chips = sys.argv[2:] or ["nvidia-sm90"]
+    gpu_resume.build(build(Path(sys.argv[1]), chips) / "resume.bundle", chips)

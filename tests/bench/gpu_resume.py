@@ -1,0 +1,101 @@
+"""A conversation that goes on, on a GPU: rows from the caches' memory, from disk, or computed again.
+
+The causal encoder-decoder of `gpu_ced` with 8 experts, in a bundle that keeps the last rows of prompts. Each
+conversation has so many tokens, of which the last 32 are new.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deepinfer_compile as dc
+from tests.bench import gpu_ced
+from tests.bench.bench_resume import NEW, ask, leave_memory
+from tests.bench.gpu_bundle import target
+from tests.bench.gpu_rows import Rows
+
+LENGTHS = (1024, 8192, 65536, 262144)
+ROOM, EXPERTS = 262144 + 256, 8
+
+
+def build(out: Path, targets: list[str]) -> Path:
+    """The bundle without weights. Needs no GPU."""
+    model = gpu_ced.make(n_routed_experts=EXPERTS)
+    dc.build(model, out, target=targets, weights="none", max_model_len=ROOM, keep=gpu_ced.KEEP)
+    return out
+
+
+def load(bundle: Path, weights: Path, folder: Path) -> Any:
+    llm = dc.load(
+        bundle, checkpoint=weights, max_num_seqs=1, max_num_batched_tokens=gpu_ced.CHUNK, prefix_cache_folder=folder
+    )
+    ask(llm, gpu_ced.prompts(1, 200)[0])  # the first step of a process does more than others
+    return llm
+
+
+def conversation(tokens: int) -> list[int]:
+    """Others begin otherwise."""
+    (found,) = gpu_ced.prompts(1, tokens)
+    return [tokens % 30000, *found[1:]]
+
+
+def settle(llm: Any) -> None:
+    """Wait until what was written to disk has come there."""
+    before = -1
+    while before != (before := llm.prefix_stats.disk_pages):
+        time.sleep(0.5)
+
+
+def resume(rows: Rows) -> None:
+    """Microseconds to the first token. BENCH_CED names a folder with a bundle built elsewhere."""
+    with tempfile.TemporaryDirectory() as name:
+        root, given = Path(name), os.environ.get("BENCH_CED")
+        bundle = Path(given) / "resume.bundle" if given else build(root / "resume.bundle", [target()])
+        (root / "weights").mkdir()
+        gpu_ced.save_weights(root / "weights", "cuda", n_routed_experts=EXPERTS)
+        llm = load(bundle, root / "weights", root / "rows")
+        for tokens in LENGTHS:
+            whole = conversation(tokens)
+            add(rows, tokens, "computed", ask(llm, whole[:-NEW]), "")
+            settle(llm)
+            add(rows, tokens, "memory", ask(llm, whole), "")
+        llm.close()
+        del llm
+        torch.cuda.empty_cache()
+        llm = load(bundle, root / "weights", root / "rows")
+        leave_memory(root / "rows")
+        link = rate(root / "rows")
+        leave_memory(root / "rows")
+        for tokens in LENGTHS:
+            add(rows, tokens, "disk", ask(llm, conversation(tokens)), f", where plain reading of all files has {link}")
+
+
+def rate(folder: Path) -> str:
+    """How fast the files of a folder are read one after the other, and how fast such bytes get to the device."""
+    begin = time.perf_counter()
+    sizes = [len(file.read_bytes()) for file in folder.glob("*/*")]
+    read = sum(sizes) / (time.perf_counter() - begin)
+    here = torch.empty(1 << 28, dtype=torch.uint8)
+    there = torch.empty_like(here, device="cuda")
+    here.fill_(1)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    there.copy_(here)
+    torch.cuda.synchronize()
+    return f"{read / 2**20:.0f} MiB/s, a copy to the device {here.nbytes / (time.perf_counter() - begin) / 2**20:.0f}"
+
+
+def add(rows: Rows, tokens: int, who: str, one: Any, link: str) -> None:
+    speed = f" at {one.disk_bytes / one.transfer / 2**20:.0f} MiB/s{link}" if one.disk_bytes and one.transfer else ""
+    note = (
+        f"found {one.ram_rows + one.disk_rows}, recomputed {one.recomputed_rows}, {one.disk_bytes / 2**20:.1f} MiB"
+        f" read{speed}; ms: queued {one.queued * 1e3:.1f}, index {one.index * 1e3:.1f},"
+        f" transfer {one.transfer * 1e3:.1f}, recompute {one.recompute * 1e3:.1f}"
+    )
+    rows.add(f"resume {tokens}", f"ours, {who}", one.first_token * 1e6, note=note)
