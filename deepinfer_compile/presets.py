@@ -20,6 +20,7 @@ from deepinfer_compile.passes.prove_rowwise import ProveRowwise
 from deepinfer_compile.passes.raise_activation import RaiseActivation
 from deepinfer_compile.passes.raise_attention import RaiseAttention
 from deepinfer_compile.passes.raise_experts import RaiseExperts
+from deepinfer_compile.passes.raise_hyper_connections import RaiseHyperConnections
 from deepinfer_compile.passes.raise_latent_attention import RaiseLatentAttention
 from deepinfer_compile.passes.raise_output_projection import RaiseOutputProjection
 from deepinfer_compile.passes.raise_recent import RaiseRecent
@@ -43,6 +44,7 @@ RAISE: tuple[Pass, ...] = (
     RaiseLatentAttention(require=True),
     RaiseRecent(),
     RaiseSelectedAttention(),
+    RaiseHyperConnections(),
     BindPositions(),
     RaiseOutputProjection(),
 )

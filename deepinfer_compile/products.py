@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from deepinfer_compile.graph import argument, is_op, tensor
-from deepinfer_compile.ops import EXPERTS, OUTPUT_PROJECTION, WIDE_LINEAR
+from deepinfer_compile.ops import EXPERTS, MIX_STREAMS, OUTPUT_PROJECTION, WIDE_LINEAR
 from deepinfer_compile.program import Program
 
 A = torch.ops.aten
@@ -34,7 +34,7 @@ def _block_flops(gm: GraphModule) -> int:
 
 
 def _node_flops(node: Node) -> int:
-    if is_op(node, A.linear.default, WIDE_LINEAR.overload, OUTPUT_PROJECTION.overload):
+    if is_op(node, A.linear.default, WIDE_LINEAR.overload, OUTPUT_PROJECTION.overload, MIX_STREAMS.overload):
         return 2 * _numel(tensor(argument(node, "weight")))
     if is_op(node, A.mm.default, A.matmul.default, A.addmm.default):
         factors: list[Tensor] = [tensor(n) for n in node.all_input_nodes if "weight" in n.meta]

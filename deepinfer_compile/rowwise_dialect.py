@@ -62,6 +62,49 @@ def _rotary_table(call: Call) -> Value:
     return call.same_for_all(call.of(call.arg("position_ids")))
 
 
+@rule("deepinfer.balance_streams")
+def _balance_streams(call: Call) -> Value:
+    return _outside(call, 2, "logits")
+
+
+@rule("deepinfer.mix_streams")
+def _mix_streams(call: Call) -> Value:
+    for name in ("weight", "base", "scale"):
+        call.constant(call.arg(name), name)
+    return call.same_for_all(_outside(call, 2, "streams"))
+
+
+@rule("deepinfer.collapse_streams")
+def _collapse_streams(call: Call) -> Value:
+    return _alike(call, _outside(call, 2, "streams"), _outside(call, 1, "pre"))
+
+
+@rule("deepinfer.join_streams")
+def _join_streams(call: Call) -> Value:
+    inner = (("streams", 2), ("y", 1), ("post", 1), ("comb", 2))
+    return _alike(call, *(_outside(call, count, name) for name, count in inner))
+
+
+def _outside(call: Call, inner: int, name: str) -> Value:
+    """An operand that is constant or runs over tokens in a dimension before its last `inner` ones."""
+    arg = call.arg(name)
+    found = call.of(arg)
+    if found is Kind.CONST:
+        return found
+    rows = call.rows(arg)
+    if rows.dim >= call.rank(arg) - inner:
+        call.refuse(f"it mixes {name} along the dimension that runs over the tokens")
+    return rows
+
+
+def _alike(call: Call, *found: Value) -> Value:
+    """Operands that are constant or run over tokens in one dimension, counted from the left."""
+    rows = [f for f in found if f is not Kind.CONST]
+    if any(f != rows[0] for f in rows):
+        call.refuse("its operands run over tokens in different dimensions")
+    return rows[0] if rows else Kind.CONST
+
+
 @rule("deepinfer.route")
 def _route(call: Call) -> Value:
     call.constant(call.arg("bias"), "the bias")

@@ -19,23 +19,28 @@ from deepinfer_compile.ops.selected import (
     WRITE_ROWS,
 )
 from deepinfer_compile.ops.shared import KEPT_BATCH, ROW_BATCH, SHARED_ATTENTION, WRITE_KV
+from deepinfer_compile.ops.streams import BALANCE_STREAMS, COLLAPSE_STREAMS, JOIN_STREAMS, MIX_STREAMS
 
 __all__ = [
     "ADD_RMS_NORM",
     "ATTENTION",
+    "BALANCE_STREAMS",
     "CACHED_ATTENTION",
     "CACHED_LATENT_ATTENTION",
     "CACHED_RECENT",
     "CACHED_SELECTED_ATTENTION",
     "CACHED_SELECT_ROWS",
+    "COLLAPSE_STREAMS",
     "COMPLEX_ROPE_TABLE",
     "EXPERTS",
     "GATED_ACT",
+    "JOIN_STREAMS",
     "KEPT_BATCH",
     "LATENT_ATTENTION",
     "LINEAR",
     "LINEARS",
     "MERGE_ATTENTION",
+    "MIX_STREAMS",
     "NAMESPACE",
     "OPS",
     "OUTPUT_PROJECTION",
