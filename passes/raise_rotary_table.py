@@ -38,11 +38,13 @@ WIDE = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class _Angles:
-    """positions [..., T] times inv_freq [F], in a form of `ops.rope.FORMS`."""
+    """positions [..., T] times inv_freq [F], in a form of `ops.rope.FORMS`. added: dimensions of size 1 that the table
+    has besides, in the order in which they are added."""
 
     positions: Node
     inv_freq: Node
     form: str
+    added: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class RaiseRotaryTable:
             cos = to(cos(e) * 1.0, bf16); sin = to(sin(e) * 1.0, bf16)`
     After:  `cos, sin = rotary_table(position_ids, inv_freq, 1.0, 'halves', bf16)`
     Also: the product of position_ids[..., None] and inv_freq, repeated angles ("pairs") or single ones ("once"), no
-    scaling, no cast. Scaling or cast that differ between cosine and sine stay behind the op.
+    scaling, no cast. Scaling or cast that differ between cosine and sine, and an axis for heads, stay behind the op.
     Left alone: a cosine without its sine, positions that are not whole numbers, angles in half precision, angles that
     are shifted or are no such product. Complex tables (polar) are no candidates.
     """
@@ -101,6 +103,12 @@ class RaiseRotaryTable:
 
 def _angles(node: Node) -> _Angles | str:
     """What angles are made of, or why they are no product of positions and frequencies."""
+    added: list[int] = []
+    while is_op(node, A.unsqueeze.default):
+        added.insert(0, int(argument(node, "dim")) % tensor(node).dim())
+        if added[0] == tensor(node).dim() - 1:
+            return "the angles have a dimension more than those of frequencies"
+        node = operand(node)
     form, product = "once", node
     if is_op(node, A.cat.default) and is_last(node, argument(node, "dim")):
         pieces = list(operand(node))
@@ -121,7 +129,7 @@ def _angles(node: Node) -> _Angles | str:
         return f"the positions are {dtype_of(positions)}, not whole numbers"
     if dtype_of(product) != (torch.float64 if dtype_of(inv_freq) == torch.float64 else torch.float32):
         return f"the angles are taken in {dtype_of(product)} of frequencies in {dtype_of(inv_freq)}"
-    return _Angles(positions, inv_freq, form)
+    return _Angles(positions, inv_freq, form, tuple(added))
 
 
 def _of_mul(node: Node) -> tuple[Node, Node] | None:
@@ -190,7 +198,10 @@ def _emit(angles: _Angles, cosine: Node, sine: Node, first: Node) -> None:
     args = (angles.positions, angles.inv_freq, ends[0].scaling, angles.form, dtype)
     both = edit.call(ROTARY_TABLE.overload, *args)
     for i, end in enumerate(ends):
-        edit.replace(end.node, edit.item(both, i))
+        table = edit.item(both, i)
+        for dim in angles.added:
+            table = edit.call(A.unsqueeze.default, table, dim)
+        edit.replace(end.node, table)
 
 
 def _scaled(node: Node) -> _End:

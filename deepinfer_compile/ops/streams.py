@@ -97,7 +97,7 @@ COLLAPSE_STREAMS = define(
 
 
 def _join(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    old = torch.einsum("...jk,...jd->...kd", comb, wide(streams))
+    old = torch.einsum("...jk,...jd->...kd", wide(comb), wide(streams))
     return (post.unsqueeze(-1) * wide(y).unsqueeze(-2) + old).to(streams.dtype)
 
 

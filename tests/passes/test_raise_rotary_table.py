@@ -60,6 +60,11 @@ HITS: dict[str, tuple[Tables, tuple[float, str, torch.dtype]]] = {
         (1.0, "halves", torch.float32),
     ),
     "pairs": (lambda p, f: narrow(both(multiplied(p, f).repeat_interleave(2, -1), 3)), (3.0, "pairs", BF16)),
+    "an axis for heads": (lambda p, f: both(multiplied(p, f).unsqueeze(2)), (1.0, "once", torch.float32)),
+    "two axes": (
+        lambda p, f: both(halves(multiplied(p, f)).unsqueeze(1).unsqueeze(-2), 2),
+        (2.0, "halves", torch.float32),
+    ),
     "sine first": (lambda p, f: ((a := multiplied(p, f)).sin(), a.cos()), (1.0, "once", torch.float32)),
     "scaled apart": (lambda p, f: ((a := multiplied(p, f)).cos() * 2, a.sin() * 3), (1.0, "once", torch.float32)),
     "cast apart": (lambda p, f: ((a := multiplied(p, f)).cos().half(), a.sin().to(BF16)), (1.0, "once", torch.float32)),
@@ -99,6 +104,10 @@ MISSES: dict[str, tuple[Tables, list[str]]] = {
     "not turned": (
         lambda p, f: both(f[None, :, None].float() @ p[:, None, :].float()),
         ["no product of positions and frequencies"],
+    ),
+    "another last axis": (
+        lambda p, f: both(multiplied(p, f).unsqueeze(-1)),
+        ["a dimension more than those of frequencies"],
     ),
     "two terms": (
         lambda p, f: both((f[None, :, None].float().expand(1, -1, 2) @ torch.stack([p, p], 1).float()).transpose(1, 2)),
