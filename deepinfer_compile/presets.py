@@ -14,6 +14,7 @@ from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.choose_latent_form import ChooseLatentForm
 from deepinfer_compile.passes.fuse_add_norm import FuseAddNorm
 from deepinfer_compile.passes.fuse_linear_casts import FuseLinearCasts
+from deepinfer_compile.passes.fuse_partial_rope import FusePartialRope
 from deepinfer_compile.passes.keep_last_rows import KeepLastRows
 from deepinfer_compile.passes.narrow_decoder import NarrowDecoder
 from deepinfer_compile.passes.prove_rowwise import ProveRowwise
@@ -56,6 +57,7 @@ PACK: tuple[Pass, ...] = (
     ProveRowwise(),
     FuseAddNorm(),
     FuseLinearCasts(),
+    FusePartialRope(),
 )
 
 PHASES: dict[str, tuple[Pass, ...]] = {

@@ -45,7 +45,7 @@ def _gated_act(call: Call) -> Value:
     return aligned(call, [call.arg("gate"), call.arg("up")], call.result_rank())
 
 
-@rule("deepinfer.rope")
+@rule("deepinfer.rope", "deepinfer.partial_rope")
 def _rope(call: Call) -> Value:
     not_last(call, "x")
     return aligned(call, [call.arg(n) for n in ("x", "cos", "sin")], call.result_rank())

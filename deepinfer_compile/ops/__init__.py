@@ -7,7 +7,7 @@ from deepinfer_compile.ops.moe import EXPERTS, ROUTE
 from deepinfer_compile.ops.norm import ADD_RMS_NORM, RMS_NORM
 from deepinfer_compile.ops.project import LINEAR, LINEARS, OUTPUT_PROJECTION, WIDE_LINEAR
 from deepinfer_compile.ops.registry import NAMESPACE, OPS, Op, Work, find, implements
-from deepinfer_compile.ops.rope import COMPLEX_ROPE_TABLE, ROPE, ROTARY_TABLE
+from deepinfer_compile.ops.rope import COMPLEX_ROPE_TABLE, PARTIAL_ROPE, ROPE, ROTARY_TABLE
 from deepinfer_compile.ops.sample import SAMPLE
 from deepinfer_compile.ops.selected import (
     CACHED_RECENT,
@@ -44,6 +44,7 @@ __all__ = [
     "NAMESPACE",
     "OPS",
     "OUTPUT_PROJECTION",
+    "PARTIAL_ROPE",
     "RECENT",
     "RMS_NORM",
     "ROPE",

@@ -42,6 +42,23 @@ ROPE = define(
 dtype; the products are formed in the wider dtype of x and the tables."""
 
 
+def _partial_rope(x: Tensor, cos: Tensor, sin: Tensor, style: str, start: int, width: int, inverse: bool) -> Tensor:
+    turned = _rope(x[..., start : start + width], cos, -sin if inverse else sin, style)
+    return torch.cat((x[..., :start], turned, x[..., start + width :]), -1)
+
+
+PARTIAL_ROPE = define(
+    "partial_rope(Tensor x, Tensor cos, Tensor sin, str style, int start, int width, bool inverse) -> Tensor",
+    reference=_partial_rope,
+    fake=lambda x, *rest: torch.empty_like(x, memory_format=torch.contiguous_format),
+    work=lambda x, cos, sin, style, start, width, inverse: Work(
+        3 * x.numel() * width // x.shape[-1], 2 * size_bytes(x) + size_bytes(cos, sin)
+    ),
+)
+"""x [..., T, D] -> the same with `width` channels from `start` turned as by `rope`, the others as they are. inverse:
+turned back."""
+
+
 def _complex_rope_table(table: Tensor) -> tuple[Tensor, Tensor]:
     parts = torch.view_as_real(table)
     return parts[..., 0].contiguous(), parts[..., 1].contiguous()
