@@ -50,6 +50,8 @@ KERNELS = (
     ("deepinfer.shared_attention", "shared_attention"),
     ("deepinfer.cached_latent_attention", "cached_latent_attention"),
     ("deepinfer.experts", "experts"),
+    ("deepinfer.mix_streams", "mix_streams"),
+    ("deepinfer.join_streams", "join_streams"),
 )
 """Ops with a kernel, and the kernel's name in the library's namespace."""
 SIMD_BITS = {"x86-64-v3": 256, "x86-64-v4": 512}

@@ -65,6 +65,7 @@ _UNITS = (
     "cpu_attention/attention.cpp",
     "cpu_latent/latent.cpp",
     "cpu_experts/experts.cpp",
+    "cpu_streams/streams.cpp",
 )
 
 

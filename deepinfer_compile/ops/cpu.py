@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepinfer_compile.ops.streams import JOIN_STREAMS, MIX_STREAMS
+
 NAMESPACE = "deepinfer_cpu"
 
 SCHEMAS = {
@@ -36,6 +38,11 @@ SCHEMAS = {
         "experts(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, str act, "
         "float alpha, float limit, bool interleaved, bool transposed) -> Tensor"
     ),
+    "mix_streams": (
+        "mix_streams(Tensor streams, Tensor weight, Tensor base, Tensor scale, float norm_eps, int rounds, float eps) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+    "join_streams": "join_streams(Tensor streams, Tensor y, Tensor post, Tensor comb) -> Tensor",
 }
 """Operation name -> schema; shapes and meaning are those of the operation of the same name in the dialect."""
 
@@ -81,6 +88,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "shared_attention": _shared_attention,
     "cached_latent_attention": _latent_attention,
     "experts": _experts,
+    "mix_streams": MIX_STREAMS.fake,
+    "join_streams": JOIN_STREAMS.fake,
 }
 
 

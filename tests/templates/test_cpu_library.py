@@ -157,6 +157,9 @@ class Block(torch.nn.Module):
         written = ops.write_kv(own, own, kv, meta[3])
         shared = ops.shared_attention(q.view(-1, 2, 16), kv, *meta[:3], written, 0.25, 0, 0.0, None, 16)
         y = y + shared.flatten(1)
+        streams = y.view(-1, 2, 16)
+        _, post, comb = ops.mix_streams(streams, w[:8], w[0, :8], w[0, :3], 1e-6, 3, 1e-6)
+        y = ops.join_streams(streams, streams[:, 0], post, comb).flatten(1)
         ids = torch.zeros(y.shape[0], 1, dtype=torch.int32)
         return ops.experts(y, ids, ids.float() + 1, ex[0], ex[1], None, None, "silu", 0.0, 0.0, False, False) + y
 
@@ -212,7 +215,7 @@ def test_aot_inductor_calls_every_operation(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("other", [name for name in cpu_kernels.ISAS if name < isa()])
 def test_narrower_instruction_sets_pass_the_same_tests(other: str) -> None:
-    files = [f"tests/templates/test_cpu_{name}.py" for name in ("linear", "attention", "latent", "experts")]
+    files = [f"tests/templates/test_cpu_{name}.py" for name in ("linear", "attention", "latent", "experts", "streams")]
     environment = {**os.environ, "DEEPINFER_TEST_ISA": other}
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
