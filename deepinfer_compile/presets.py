@@ -30,6 +30,7 @@ from deepinfer_compile.passes.raise_rope import RaiseRope
 from deepinfer_compile.passes.raise_rotary_table import RaiseRotaryTable
 from deepinfer_compile.passes.raise_router import RaiseRouter
 from deepinfer_compile.passes.raise_selected_attention import RaiseSelectedAttention
+from deepinfer_compile.passes.share_rotary_tables import ShareRotaryTables
 from deepinfer_compile.passes.split_encoder_decoder import SplitEncoderDecoder
 from deepinfer_compile.pipeline import Pipeline
 
@@ -58,6 +59,7 @@ PACK: tuple[Pass, ...] = (
     FuseAddNorm(),
     FuseLinearCasts(),
     FusePartialRope(),
+    ShareRotaryTables(),
 )
 
 PHASES: dict[str, tuple[Pass, ...]] = {

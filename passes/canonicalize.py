@@ -31,8 +31,8 @@ VIEWS = (A.view.default, A.reshape.default, A._unsafe_view.default)
 @register
 @dataclass(frozen=True)
 class Canonicalize:
-    """Remove assertions, copies, no-op views and guards against ids that a top-k never gives; write every reshape once
-    and with -1 for its symbolic dimension, if it has one.
+    """Remove assertions, copies, no-op views, factors of 1 and guards against ids that a top-k never gives; write every
+    reshape once and with -1 for its symbolic dimension, if it has one.
 
     Before: `_assert_tensor_metadata(x); y = clone(x); z = view(y, [1, %sym_size, -1, 16]); w = to(z, f32)` (z is f32)
     After:  `z = reshape(x, [1, -1, 6, 16])`
@@ -73,7 +73,7 @@ def _identity_source(node: Node) -> Node | None:
         return None
     if is_op(node, A.dropout.default) and node.args[2]:
         return None
-    if is_op(node, *IDENTITY):
+    if is_op(node, *IDENTITY) or _by_one(node):
         return source
     if is_op(node, A._to_copy.default, A.to.dtype, A.to.dtype_layout, A.to.device, A.type_as.default):
         return source
@@ -81,6 +81,14 @@ def _identity_source(node: Node) -> Node | None:
         start, end = argument(node, "start"), argument(node, "end")
         return source if (start or 0) == 0 and (end is None or end == sys.maxsize) else None
     return source if is_op(node, A.expand.default, *VIEWS) else None
+
+
+def _by_one(node: Node) -> bool:
+    """Whether a node multiplies with 1 or divides by it. A quotient that is rounded is the number only if whole."""
+    whole = is_op(node, A.floor_divide.default) and not tensor(node).is_floating_point()
+    if not whole and not is_op(node, A.mul.Tensor, A.div.Tensor):
+        return False
+    return isinstance(node.args[1], (int, float)) and node.args[1] == 1
 
 
 def _guards_nothing(node: Node) -> bool:

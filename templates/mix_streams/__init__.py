@@ -41,7 +41,7 @@ COLUMNS = (32, 64, 128)
 PIECES = (1, 4, 16, 64, 128)
 FINISHED = (1, 4, 16)
 HELD = 64
-"""Elements of a lane at most where pieces are put together."""
+"""Elements of a lane at most."""
 
 
 @dataclass(frozen=True)
@@ -108,39 +108,37 @@ def bind(call: Call) -> Params | Refused:
     return Params(count, channels, *numbers, *kinds, align=alignment(streams, weight))  # type: ignore[arg-type]
 
 
+def _tile(params: Params) -> int:
+    """Rows of the weight's tile."""
+    return max(16, next_power_of_2(params.outputs))
+
+
 def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
-    steps = next_power_of_2(-(-params.width // config.block_c))
-    outputs = max(16, next_power_of_2(params.outputs))
+    steps, outputs = next_power_of_2(-(-params.width // config.block_c)), _tile(params)
     size = max(params.dtype.itemsize, params.weight_dtype.itemsize)
     shared = config.num_stages * (config.block_t + outputs) * config.block_c * size
+    # fp32 is multiplied out of registers, and an fp32 weight of bf16 streams is taken apart there
+    kinds = {params.dtype, params.weight_dtype}
+    factor = 1 if kinds == {torch.bfloat16} else 4 if params.dtype == torch.float32 else 2
+    smallest = (config.block_t, config.block_c) == (TOKENS[0], COLUMNS[0])
+    light = smallest or (config.block_t + outputs) * config.block_c * factor <= HELD * 32 * config.num_warps
     square = next_power_of_2(params.count) ** 2
-    light = config.pieces * config.finish_t * max(square, outputs) <= HELD * 32 * config.finish_warps
-    useful = config.pieces <= steps and config.num_warps * 16 <= config.block_t * outputs // 4
-    return (
-        shared <= limits.shared_bytes
-        and light
-        and useful
-        and max(config.num_warps, config.finish_warps) <= limits.max_warps
-    )
+    light = light and config.pieces * config.finish_t * square <= HELD * 32 * config.finish_warps
+    warps = max(config.num_warps, config.finish_warps) <= limits.max_warps
+    return shared <= limits.shared_bytes and light and config.pieces <= steps and warps
 
 
 def default(params: Params, limits: Limits, tokens: int) -> Config:
-    """Pieces until every core has a program; tokens of a program that finishes, as many as keep the cores busy."""
+    """Pieces until every core has two programs; tokens of one that finishes, as many as keep the cores busy."""
     legal = list(space(params, limits))
     block_t = next((n for n in TOKENS if tokens <= n * limits.cores), TOKENS[-1])
-    wanted = max(1, limits.cores // -(-tokens // block_t))
+    wanted = max(1, 2 * limits.cores // -(-tokens // block_t))
 
     def distance(config: Config) -> tuple[int, ...]:
-        few = abs(next_power_of_2(wanted).bit_length() - config.pieces.bit_length())
-        near = abs(config.finish_t - max(1, min(FINISHED[-1], tokens // limits.cores)))
-        return (
-            few,
-            abs(config.block_t - block_t),
-            near,
-            -config.block_c,
-            abs(config.num_stages - 3),
-            config.finish_warps,
-        )
+        pieces = abs(next_power_of_2(wanted).bit_length() - config.pieces.bit_length())
+        finish = abs(config.finish_t - max(1, min(FINISHED[-1], tokens // limits.cores)))
+        tile = (abs(config.block_t - block_t), finish, -config.block_c)
+        return (pieces, *tile, -config.num_stages, config.finish_warps)
 
     return min(legal, key=distance)
 
@@ -157,7 +155,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     """Products of pieces, and what is made of them."""
     align, count = params.align, params.count
     tokens: Expr = ("size", "streams", -3)
-    outputs = max(16, next_power_of_2(params.outputs))
+    outputs = _tile(params)
     kinds = ("dtype", "weight_dtype", "base_dtype", "scale_dtype")
     name, weight_name, base_name, scale_name = (type_name(getattr(params, kind)) for kind in kinds)
     operands = (

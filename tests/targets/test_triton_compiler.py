@@ -62,6 +62,11 @@ def elf_architecture(data: bytes) -> tuple[int, int]:
         "write_rows",
         "cached_recent",
         "cached_select_rows",
+        "mix_streams",
+        "join_streams",
+        "collapse_streams",
+        "balance_streams",
+        "partial_rope",
     ],
 )
 def test_typical_cubins_are_for_the_architecture_and_fit(op: str, hopper: TritonCompiler) -> None:
