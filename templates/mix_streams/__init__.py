@@ -104,8 +104,18 @@ def bind(call: Call) -> Params | Refused:
         return Refused(f"{given['rounds']} rounds with eps {given['eps']}")
     if not side_by_side(streams, weight, base, scale):
         return Refused("the elements of a row do not lie side by side")
-    numbers = (int(given["rounds"]), float(given["norm_eps"]), float(given["eps"]))
-    return Params(count, channels, *numbers, *kinds, align=alignment(streams, weight))  # type: ignore[arg-type]
+    return Params(
+        count=count,
+        channels=channels,
+        rounds=int(given["rounds"]),
+        norm_eps=float(given["norm_eps"]),
+        eps=float(given["eps"]),
+        dtype=streams.dtype,
+        weight_dtype=weight.dtype,
+        base_dtype=base.dtype,
+        scale_dtype=scale.dtype,
+        align=alignment(streams, weight),
+    )
 
 
 def _tile(params: Params) -> int:
