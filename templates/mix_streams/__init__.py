@@ -148,7 +148,7 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
         pieces = abs(next_power_of_2(wanted).bit_length() - config.pieces.bit_length())
         finish = abs(config.finish_t - max(1, min(FINISHED[-1], tokens // limits.cores)))
         tile = (abs(config.block_t - block_t), finish, -config.block_c)
-        return (pieces, *tile, -config.num_stages, config.finish_warps)
+        return (pieces, -config.pieces, *tile, -config.num_stages, config.finish_warps)
 
     return min(legal, key=distance)
 
