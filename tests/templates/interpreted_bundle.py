@@ -20,7 +20,7 @@ from deepinfer_compile.runtime import cubins, loading
 from deepinfer_compile.runtime.launch import buffer_shape, check_operands, evaluate, plan_from_json, values_of
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.targets import nvidia
-from tests import models, yoco_model
+from tests import models, v41, yoco_model
 from tests.e2e.parity import bundle_tokens, eager_tokens, prompts
 from tests.triton_interpreter import load
 
@@ -142,3 +142,16 @@ def test_shared_keys_are_written_once_and_read_by_kernels(tmp_path: Path, interp
     )
     assert bundle_tokens(llm, given, 3) == [yoco_model.eager_tokens(model, p, 3) for p in given]
     assert Interpreted.ran >= {"paged_attention", "shared_attention"}
+
+
+@pytest.mark.slow
+def test_streams_rows_and_partly_turned_heads_equal_eager(tmp_path: Path, interpreted: None) -> None:
+    """Every operation of the DeepSeek-V4.1 form but products has a kernel."""
+    model = v41.make()
+    dc.build(model, tmp_path / "bundle", target="nvidia-sm90")
+    variant = read_bundle(tmp_path / "bundle").manifest.variants["nvidia-sm90"]
+    assert all(note.endswith("without: deepinfer.output_projection 1") for note in variant["notes"] if ":" in note)
+    given = prompts(300, (5, 1, 20))
+    llm = dc.load(tmp_path / "bundle", target="nvidia-sm90", max_num_batched_tokens=16, max_num_seqs=3)
+    assert bundle_tokens(llm, given, 3) == [v41.eager_tokens(model, p, 3) for p in given]
+    assert {"mix_streams", "join_streams", "rope", "rotary_table", "select_rows"} <= Interpreted.ran
