@@ -24,7 +24,8 @@ class FusePartialRope:
 
     Before: `r = rope(x[..., 12:], cos, neg(sin), 'pair'); y = cat([x[..., :12], r], -1)`
     After:  `y = partial_rope(x, cos, sin, 'pair', 12, 8, True)`; with sin itself, the last is False
-    The turned channels may be the first, the last or between others.
+    The turned channels may be the first, the last or between others. Where they are all, the cat goes: the other parts
+    are empty.
     Left alone: parts of another tensor, in another order or not all of it, and turned channels that others read too.
     """
 
@@ -52,16 +53,20 @@ def _turned_part(cat: Node, turned: list[Node]) -> Part | str:
     """The channels of one tensor that are turned, or why the cat is not that tensor with some of them turned."""
     if len(turned) > 1 or only_user(turned[0]) is None:
         return "turned channels are read elsewhere or joined with others that are"
-    pieces = [part(operand(p) if p is turned[0] else p) for p in operand(cat)]
-    wanted, at = operand(turned[0]), 0
+    found, at = _part(operand(turned[0])), 0
+    pieces = [found if p is turned[0] else part(p) for p in operand(cat)]
     for piece in pieces:
-        if piece is None or piece.source is not pieces[0].source or piece.step != 1 or piece.start != at:  # type: ignore[union-attr]
+        if piece is None or piece.source is not found.source or piece.step != 1 or piece.start != at:
             return "the joined channels are not those of one tensor in their order"
         at = piece.stop
-    found = part(wanted)
-    if found is None or at != width(found.source) or tensor(found.source).dim() != tensor(cat).dim():
+    if at != width(found.source) or tensor(found.source).dim() != tensor(cat).dim():
         return "the joined channels are not all of one tensor"
     return found
+
+
+def _part(node: Node) -> Part:
+    """The channels of another tensor that a node shows, else all its own."""
+    return part(node) or Part(node, 0, width(node) or 0, 1)
 
 
 def _fuse(cat: Node, rope: Node, piece: Part) -> None:
@@ -69,5 +74,8 @@ def _fuse(cat: Node, rope: Node, piece: Part) -> None:
     inverse = is_op(sin, A.neg.default)
     sin = operand(sin) if inverse else sin
     edit = Editor(cat.graph, cat)
+    if (piece.start, piece.stop) == (0, width(cat)):
+        edit.replace(cat, rope)
+        return
     args = (piece.source, cos, sin, style, piece.start, piece.stop - piece.start, inverse)
     edit.replace(cat, edit.call(PARTIAL_ROPE.overload, *args))

@@ -23,7 +23,7 @@ WANTED = {
     "qwen3_moe": {"rope": 2, "route": 1, "experts": 1, "cached_attention": 1},
     "olmoe": {"rope": 2, "route": 1, "experts": 1, "cached_attention": 1},
     "gpt_oss": {"rope": 4, "route": 2, "experts": 2, "cached_attention": 2},
-    "glm4_moe": {"rope": 4, "route": 1, "experts": 1, "gated_act": 2, "cached_attention": 2},
+    "glm4_moe": {"partial_rope": 4, "route": 1, "experts": 1, "gated_act": 2, "cached_attention": 2},
     "deepseek_v2": {"rope": 4, "route": 1, "experts": 1, "gated_act": 2, "cached_latent_attention": 2},
     "deepseek_v3": {"rope": 4, "route": 1, "experts": 1, "gated_act": 2, "cached_latent_attention": 2},
 }

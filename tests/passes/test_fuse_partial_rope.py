@@ -123,6 +123,17 @@ def test_what_is_close_stays(name: str) -> None:
         assert torch.equal(got, whole)
 
 
+def test_all_of_a_head() -> None:
+    """As models write it whose part is a setting: nothing is left to put back."""
+    module, after, records = passed(lambda x, c, s: torch.cat([half(y := x[..., :W] + 1, c, s), y[..., W:]], -1))
+    assert records[0].count("applied") == 1
+    assert not calls(after, PARTIAL_ROPE)
+    assert len(calls(after, ROPE)) == 1
+    assert not any("cat" in str(n.target) for gm in after.blocks.values() for n in gm.graph.nodes)
+    given = inputs(5)
+    assert torch.equal(run(after, **given)[0], module(**given))
+
+
 def test_every_layer_that_turns_a_part() -> None:
     """Queries, latents and what attention gives, turned back; rows and keys where they are made."""
     after, _ = default().run(v41.canonical()[1])
