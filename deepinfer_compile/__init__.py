@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from deepinfer_compile.runtime.outputs import RequestOutput as RequestOutput
     from deepinfer_compile.runtime.params import SamplingParams as SamplingParams
     from deepinfer_compile.settings import BuildSettings as BuildSettings
+    from deepinfer_compile.settings import ExpertPlan as ExpertPlan
 
 # resolved on first use, so that running a bundle imports no compiler and compiling imports no engine
 _PUBLIC = {
@@ -28,6 +29,7 @@ _PUBLIC = {
     "RequestOutput": "runtime.outputs",
     "CompletionOutput": "runtime.outputs",
     "BuildSettings": "settings",
+    "ExpertPlan": "settings",
 }
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "BuildSettings",
     "CompileError",
     "CompletionOutput",
+    "ExpertPlan",
     "RequestOutput",
     "SamplingParams",
     "__version__",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 import deepinfer_compile
 from deepinfer_compile.arena import peak_bytes
@@ -30,12 +30,14 @@ from deepinfer_compile.bundle import (
     read_bundle,
     split_shards,
     weight_items,
+    with_derived,
 )
 from deepinfer_compile.capture import capture
 from deepinfer_compile.capture.source import ModelSource, open_source
 from deepinfer_compile.errors import BadOption, TargetUnavailable, UnsupportedConstruct
-from deepinfer_compile.graph import place_of
+from deepinfer_compile.graph import is_op, place_of
 from deepinfer_compile.graphjson import to_json
+from deepinfer_compile.ops import COMBINE, DISPATCH
 from deepinfer_compile.phases import crossover, phase_programs
 from deepinfer_compile.pipeline import Observer, Pipeline, Record
 from deepinfer_compile.presets import default
@@ -79,7 +81,7 @@ def compile_model(
     _refuse_without_values(source, captured, settings)
     captured_at = time.perf_counter()
     progress("passes")
-    options = {"waive": settings.waive, "replay": settings.replay, "keep": settings.keep}
+    options = {name: getattr(settings, name) for name in ("waive", "replay", "keep", "experts")}
     packed, records = (pipeline or default()).run(captured, settings=options, observers=observers)
     programs, phase_records = phase_programs(packed, options, observers)
     done = time.perf_counter()
@@ -115,6 +117,10 @@ def build(
     targets = [get_target(t) for t in ([target] if isinstance(target, str) else target)]
     if not targets:
         raise BadOption(name="target", value=target, reason="it names no target", fix="use target='cpu'")
+    elsewhere = [t.name for t in targets if t.limits.device != "cpu"]
+    if options.experts is not None and elsewhere:
+        reason = "experts over ranks run on the cpu only"
+        raise BadOption(name="target", value=elsewhere[0], reason=reason, fix="use target='cpu', or leave out experts")
     with BundleWriter(Path(out)) as writer:
         compiled = compile_model(model, options, pipeline, observers, progress)
         blocks, files = _program_files(compiled)
@@ -152,6 +158,11 @@ def _check_portable(block: str, gm: GraphModule) -> None:
             )
 
 
+def is_exchange(node: Node) -> bool:
+    """Whether a node of a block waits for other ranks, so that the block is not compiled."""
+    return is_op(node, DISPATCH.overload, COMBINE.overload)
+
+
 def _program_files(compiled: Compiled) -> tuple[dict[str, GraphModule], dict[str, Any]]:
     """Distinct blocks over all programs by hash, and the program files of the bundle."""
     blocks: dict[str, GraphModule] = {}
@@ -184,9 +195,10 @@ def _variant(
     lowered: dict[str, GraphModule] = {}
     callers: dict[str, tuple[str, ...]] = {}
     for name, program in compiled.programs.items():
+        native = {block: gm for block, gm in program.blocks.items() if not any(map(is_exchange, gm.graph.nodes))}
         low, records = Pipeline(lowering, given=program.facts).run(program)
         compiled.records[f"{target.name}/{name}"] = records
-        for block, gm in program.blocks.items():
+        for block, gm in native.items():
             digest = block_hash(gm)
             lowered.setdefault(digest, low.blocks[block])
             if name not in callers.setdefault(digest, ()):
@@ -204,14 +216,17 @@ def _write_weights(writer: BundleWriter, compiled: Compiled, options: BuildSetti
     """Stream the checkpoint's tensors and the program's own constants into the bundle."""
     refs = {r.name: r for p in compiled.programs.values() for r in p.weights.values()}
     source = compiled.source.weights
-    wanted = {n: (r.dtype, r.shape) for n, r in refs.items() if r.value is None}
+    whole = {n: r for n, r in refs.items() if r.value is None and r.recipe is None}
+    derived = {n: r.recipe for n, r in refs.items() if r.recipe is not None}
+    parts = {p.name: p for r in refs.values() for p in r.parts if p.name not in whole}
+    wanted = {n: (r.dtype, r.whole) for n, r in (whole | parts).items()}
     constants = {n: r.value for n, r in refs.items() if r.value is not None}
     tied = compiled.captured.info.get("tied", [])
     # every name of a tied group is wanted, so that a checkpoint may hold any of them
     for group in tied:
         spec = next((wanted[n] for n in group if n in wanted), None)
         wanted.update({n: spec for n in group if spec is not None})
-    ledger = plan_weights(wanted, source, tied)
+    ledger = with_derived(plan_weights(wanted, source, tied), derived, parts)
     own = [WeightItem.of(n, t.contiguous()) for n, t in constants.items() if t is not None]
     if own:
         writer.add_weights("constants", own)
@@ -254,7 +269,7 @@ def _manifest(compiled: Compiled, options: BuildSettings, variants: Sequence[Var
     limit = options.max_model_len or context
     if limit > context:
         raise BadOption(name="max_model_len", value=limit, reason=f"the model's context is {context}", fix="lower it")
-    names = {n: (r.dtype, r.shape) for p in compiled.programs.values() for r in p.weights.values() for n in [r.name]}
+    names = {r.name: (r.dtype, r.whole) for p in compiled.programs.values() for r in p.weights.values()}
     for group in ledger.tied:
         spec = next((names[n] for n in group if n in names), None)
         names.update({n: spec for n in group if spec is not None})
@@ -271,6 +286,7 @@ def _manifest(compiled: Compiled, options: BuildSettings, variants: Sequence[Var
         },
         programs={name: {"file": f"programs/{name}.json"} for name in compiled.programs},
         variants={v.target: _variant_record(v) for v in variants},
+        experts=first.info.get("experts", {}),
         caches={"page_size": PAGE_SIZE, "inputs": [c.name for c in first.caches]},
         arena={name: peak_bytes(program) for name, program in compiled.programs.items()},
         tuning={v.target: v.tuning for v in variants if v.tuning},

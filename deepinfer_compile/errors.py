@@ -36,12 +36,8 @@ class CompileError(Exception):
 
     def as_json(self) -> dict[str, object]:
         """The error as data, for `--json` output."""
-        return {
-            "error": type(self).__name__,
-            "what": self.what.format(**self.values),
-            "where": self.where,
-            "try": self.hint.format(**self.values),
-        }
+        what, hint = self.what.format(**self.values), self.hint.format(**self.values)
+        return {"error": type(self).__name__, "what": what, "where": self.where, "try": hint}
 
 
 # -- options and environment ------------------------------------------------------------------------------------------
@@ -394,4 +390,10 @@ class BadChat(CompileError):
 class BadLogits(CompileError):
     what = "request {request}: the logits after position {position} have no finite maximum (NaN or infinity)"
     hint = "load the bundle with check='full' to look for damaged weights; half precision may overflow, build with fp32"
+    exit_code = 9
+
+
+class RankLost(CompileError):
+    what = "rank {rank} of {ranks} cannot go on, another rank has stopped or does not answer: {reason}"
+    hint = "read the other ranks' output, then start all of them again; they wait {timeout:g} s for each other"
     exit_code = 9

@@ -17,6 +17,7 @@ from deepinfer_compile.passes.fuse_linear_casts import FuseLinearCasts
 from deepinfer_compile.passes.fuse_partial_rope import FusePartialRope
 from deepinfer_compile.passes.keep_last_rows import KeepLastRows
 from deepinfer_compile.passes.narrow_decoder import NarrowDecoder
+from deepinfer_compile.passes.partition_experts import PartitionExperts
 from deepinfer_compile.passes.prove_rowwise import ProveRowwise
 from deepinfer_compile.passes.raise_activation import RaiseActivation
 from deepinfer_compile.passes.raise_attention import RaiseAttention
@@ -63,9 +64,9 @@ PACK: tuple[Pass, ...] = (
 )
 
 PHASES: dict[str, tuple[Pass, ...]] = {
-    "prefill": (ChooseLatentForm(form="expanded"), KeepLastRows(), NarrowDecoder()),
-    "decode": (ChooseLatentForm(form="absorbed"),),
-    "verify": (ChooseLatentForm(form="absorbed"),),
+    "prefill": (ChooseLatentForm(form="expanded"), KeepLastRows(), NarrowDecoder(), PartitionExperts(form="exact")),
+    "decode": (ChooseLatentForm(form="absorbed"), PartitionExperts(form="static")),
+    "verify": (ChooseLatentForm(form="absorbed"), PartitionExperts(form="static")),
 }
 
 

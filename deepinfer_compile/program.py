@@ -21,12 +21,24 @@ from deepinfer_compile.graph import copy_module, remove_dead, value
 
 @dataclass(frozen=True)
 class WeightRef:
-    """What a weight input stands for: a checkpoint tensor by name, or a constant computed at capture (`value`)."""
+    """What a weight input stands for: a checkpoint tensor by name, or a constant computed at capture (`value`).
+
+    experts: (layer of the placement, E) where the input holds, of the tensor's E rows, those of a rank's slots. recipe:
+    how the tensor follows from others, `parts`, where no checkpoint has it (`bundle/recipes.py`).
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     value: Tensor | None = None
+    experts: tuple[int, int] | None = None
+    recipe: dict[str, Any] | None = None
+    parts: tuple[WeightRef, ...] = ()
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the tensor itself."""
+        return self.shape if self.experts is None else (self.experts[1], *self.shape[1:])
 
 
 @dataclass(frozen=True)

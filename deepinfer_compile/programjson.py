@@ -21,6 +21,7 @@ def program_to_json(program: Program, places: bool = False) -> dict[str, Any]:
         "blocks": {name: to_json(gm, places, symbols) for name, gm in program.blocks.items()},
         "weights": {
             name: {"tensor": r.name, "dtype": _dtype(r.dtype), "shape": list(r.shape), "constant": r.value is not None}
+            | ({} if r.experts is None else {"experts": list(r.experts)})
             for name, r in program.weights.items()
         },
         "caches": [
@@ -46,7 +47,13 @@ def program_from_json(data: dict[str, Any], constants: dict[str, torch.Tensor] |
     blocks = {name: from_json(g, values=values) for name, g in data["blocks"].items()}
     skeleton = from_json(data["skeleton"], blocks, values)
     weights = {
-        name: WeightRef(w["tensor"], getattr(torch, w["dtype"]), tuple(w["shape"]), (constants or {}).get(w["tensor"]))
+        name: WeightRef(
+            w["tensor"],
+            getattr(torch, w["dtype"]),
+            tuple(w["shape"]),
+            (constants or {}).get(w["tensor"]),
+            tuple(w["experts"]) if "experts" in w else None,
+        )
         for name, w in data["weights"].items()
     }
     caches = tuple(

@@ -16,6 +16,22 @@ REPLAYS = ("compact", "off")
 
 
 @dataclass(frozen=True)
+class ExpertPlan:
+    """Experts spread over ranks: each rank holds ceil(slots / ranks) slots of every layer, and a slot one expert.
+
+    slots: the experts of a layer and as many copies of some as are beyond them; None is the experts alone.
+    """
+
+    ranks: int
+    slots: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, count in (("ranks", self.ranks), ("slots", self.slots)):
+            if count is not None and (type(count) is not int or count < 1):
+                raise BadOption(name=name, value=count, reason="it is not a positive number", fix="use 1 or more")
+
+
+@dataclass(frozen=True)
 class BuildSettings:
     """Options of `build`.
 
@@ -28,6 +44,7 @@ class BuildSettings:
     wanted, for the layers where that is exact (compact), or all (off). keep: rows at the end of a prompt on which
     layers above the shared keys run that have windows of their own, at least the widest of them; 0 is all. It is an
     approximation unless they are as many as these windows reach, one behind the other.
+    experts: spread the experts over ranks; the bundle then runs as so many processes. None keeps them together.
     """
 
     dtype: str = "auto"
@@ -40,6 +57,7 @@ class BuildSettings:
     tuned: str | PathLike[str] | None = None
     replay: str = "compact"
     keep: int = 0
+    experts: ExpertPlan | None = None
 
     def __post_init__(self) -> None:
         isas = (None, "x86-64-v3", "x86-64-v4")
@@ -48,6 +66,9 @@ class BuildSettings:
                 raise BadOption(
                     name=name, value=getattr(self, name), reason="not one of the choices", fix=f"use one of {allowed}"
                 )
+        if self.experts is not None and not isinstance(self.experts, ExpertPlan):
+            fix = "use ExpertPlan(ranks=..., slots=...)"
+            raise BadOption(name="experts", value=self.experts, reason="it is no plan", fix=fix)
         if self.tuned is not None and not Path(self.tuned).is_dir():
             fix = "give the folder that `deepinfer-compile tune --store` wrote"
             raise BadOption(name="tuned", value=str(self.tuned), reason="there is no such folder", fix=fix)

@@ -12,7 +12,14 @@ from deepinfer_compile.bundle.mapped import Spec, WeightItem, dtype_name, torch_
 from deepinfer_compile.bundle.reader import BundleFiles, read_bundle
 from deepinfer_compile.bundle.recipes import Recipe, expected_inputs, infer
 from deepinfer_compile.bundle.weight_files import WeightFiles
-from deepinfer_compile.bundle.weights import constants_table, plan_weights, reload_into, split_shards, weight_items
+from deepinfer_compile.bundle.weights import (
+    constants_table,
+    plan_weights,
+    reload_into,
+    split_shards,
+    weight_items,
+    with_derived,
+)
 from deepinfer_compile.bundle.writer import BundleWriter
 
 __all__ = [
@@ -45,4 +52,5 @@ __all__ = [
     "split_shards",
     "torch_dtype",
     "weight_items",
+    "with_derived",
 ]

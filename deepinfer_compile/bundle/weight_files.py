@@ -6,7 +6,7 @@ every name, dtype and shape, and that every view stays inside its tensor. Tied n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -19,6 +19,7 @@ from deepinfer_compile.bundle.ledger import Ledger
 from deepinfer_compile.bundle.manifest import Constant, Manifest, canonical_names, check_constants, describe
 from deepinfer_compile.bundle.mapped import MappedFile, describe_spec, torch_dtype
 from deepinfer_compile.bundle.recipes import infer
+from deepinfer_compile.bundle.rows import derived_rows, stored_rows
 from deepinfer_compile.bundle.safetensors_io import FILE_DTYPES, PAD, Header, TensorEntry, read_header
 from deepinfer_compile.errors import BadWeightFile, BundleCorrupt, MissingWeight, WeightMismatch
 
@@ -98,6 +99,17 @@ class WeightFiles(Mapping[str, Tensor]):
             tensor = self._make(main)
             self._alive[main] = tensor
         return tensor
+
+    def rows(self, name: str, rows: Sequence[int]) -> Tensor:
+        """Those rows [len(rows), ...] of a tensor, in this order, zeros for -1. Raises KeyError for an unknown name."""
+        main = self._main(name)
+        if main in self._place and not self._constants[main].of:
+            mapped, entry = self._place[main]
+            return stored_rows(mapped, main, entry, rows)
+        if self._constants[main].of or self._ledger is None or self._checkpoint is None:
+            whole = self[main]
+            return torch.stack([torch.zeros_like(whole[0]) if row < 0 else whole[row] for row in rows])
+        return derived_rows(self._ledger.recipe(main), self._checkpoint, rows)
 
     def _make(self, name: str) -> Tensor:
         item = self._constants[name]

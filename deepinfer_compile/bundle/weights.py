@@ -8,6 +8,7 @@ that an error leaves all tensors as they were.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from deepinfer_compile.bundle.execute import check_values, execute, execute_into
 from deepinfer_compile.bundle.ledger import Ledger
 from deepinfer_compile.bundle.manifest import Constant
 from deepinfer_compile.bundle.mapped import Spec, WeightItem, describe_spec, dtype_name
-from deepinfer_compile.bundle.recipes import FLOATS, Recipe, infer
+from deepinfer_compile.bundle.recipes import FLOATS, Operand, Recipe, infer
 from deepinfer_compile.bundle.rules import ALIASES, Alias, candidates, expert_parts
 from deepinfer_compile.errors import MissingWeight, TiedWeightConflict, WeightMismatch
 
@@ -56,6 +57,22 @@ def plan_weights(
     if ignored:
         notes.append(f"{len(ignored)} tensors of the checkpoint are not used by the model, the first is {ignored[0]}")
     return Ledger(ledger.recipes, ledger.tied, ledger.kept, tuple(ignored), tuple(notes))
+
+
+def with_derived(ledger: Ledger, derived: Mapping[str, Recipe], parts: Iterable[str]) -> Ledger:
+    """The ledger with tensors that follow from others of it, by recipes over their names, and without `parts`, which
+    nothing else wants."""
+    recipes = {name: recipe for name, recipe in ledger.recipes.items() if name not in set(parts)}
+    recipes |= {name: _resolved(recipe, ledger) for name, recipe in derived.items()}
+    return replace(ledger, recipes=recipes)
+
+
+def _resolved(recipe: Recipe, ledger: Ledger) -> Recipe:
+    def one(item: Operand) -> Operand:
+        return _resolved(item, ledger) if isinstance(item, dict) else ledger.recipe(item)
+
+    of = recipe["of"]
+    return {**recipe, "of": [one(item) for item in of] if isinstance(of, list) else one(of)}
 
 
 class _Planner:

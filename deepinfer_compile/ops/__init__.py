@@ -5,6 +5,7 @@ from deepinfer_compile.ops.attention import ATTENTION, CACHED_ATTENTION, MERGE_A
 from deepinfer_compile.ops.latent import CACHED_LATENT_ATTENTION, LATENT_ATTENTION
 from deepinfer_compile.ops.moe import EXPERTS, ROUTE
 from deepinfer_compile.ops.norm import ADD_RMS_NORM, RMS_NORM
+from deepinfer_compile.ops.parallel import COMBINE, DISPATCH
 from deepinfer_compile.ops.project import LINEAR, LINEARS, OUTPUT_PROJECTION, WIDE_LINEAR
 from deepinfer_compile.ops.registry import NAMESPACE, OPS, Op, Work, find, implements
 from deepinfer_compile.ops.rope import COMPLEX_ROPE_TABLE, PARTIAL_ROPE, ROPE, ROTARY_TABLE
@@ -31,7 +32,9 @@ __all__ = [
     "CACHED_SELECTED_ATTENTION",
     "CACHED_SELECT_ROWS",
     "COLLAPSE_STREAMS",
+    "COMBINE",
     "COMPLEX_ROPE_TABLE",
+    "DISPATCH",
     "EXPERTS",
     "GATED_ACT",
     "JOIN_STREAMS",

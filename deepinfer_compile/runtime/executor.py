@@ -208,9 +208,13 @@ class BundleExecutor:
 
     def step(self, inputs: StepInput) -> Tensor:
         """Run the program that fits; logits [N, vocab], see `Executor`."""
+        return self.run(self._program(inputs), inputs)
+
+    def run(self, name: str, inputs: StepInput, more: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Run one program on a step; logits as `step` gives them. more: inputs beside those of every step."""
         self.state.tokens = inputs.input_ids.shape[0]
-        name, given = self._program(inputs), _given(inputs)
-        if self.programs[name].keep:
+        given = {**_given(inputs), **(more or {})}
+        if self.programs[name].keep and "kept" not in given:
             given |= kept_inputs(inputs, self.programs[name].keep)
         with torch.no_grad():
             logits = self.graphs.run(given) if self.graphs is not None and name == "decode" else None

@@ -3,65 +3,43 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import deepinfer_compile.ops  # noqa: F401  (graphs name the dialect's operations)
-from deepinfer_compile.bundle import BundleFiles, Checkpoint, read_bundle, reload_into
+from deepinfer_compile.bundle import BundleFiles, WeightFiles, read_bundle
 from deepinfer_compile.errors import (
     BadOption,
-    BadRequest,
     BundleCorrupt,
-    CompileError,
     ContextTooLong,
     MissingWeight,
     WrongTarget,
 )
+from deepinfer_compile.runtime.bundled import BundleLLM, identity_of
 from deepinfer_compile.runtime.drawing import Draw, KernelDraw
 from deepinfer_compile.runtime.executor import BundleExecutor, DecodeSteps, ProgramRunner, Runner
 from deepinfer_compile.runtime.interpret import GraphFunction
 from deepinfer_compile.runtime.kernel_blocks import KernelRunner, StepState, kernel_block, kernel_record, waits
-from deepinfer_compile.runtime.llm import LLM
 from deepinfer_compile.runtime.native import load_kernels, processor_flags
+from deepinfer_compile.runtime.ranks import join
+from deepinfer_compile.runtime.spread import Spread, SpreadExecutor
 from deepinfer_compile.runtime.stored import Stored, block_file, read_programs
 from deepinfer_compile.runtime.text import TextCodec
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from deepinfer_compile.eplb.placement import Ints, Placement
 
 ISA_FLAGS = {
     "x86-64-v3": ("avx2", "fma", "bmi2", "f16c"),
     "x86-64-v4": ("avx2", "fma", "bmi2", "f16c", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
 }
-
-
-class BundleLLM(LLM):
-    """The engine of a loaded bundle: `LLM`, and its weights can be exchanged in place."""
-
-    files: BundleFiles
-    weights: dict[str, Tensor]
-    variant: str
-
-    def reload(self, checkpoint: str | Path) -> None:
-        """Take the weights of another checkpoint of the same model, in place; on any error none is changed.
-
-        Every tensor follows by the bundle's own recipes. Cached context of running requests would not fit the new
-        weights, so there must be none. Raises BadRequest, and what reading a checkpoint raises.
-        """
-        if self.active:
-            raise BadRequest(request=self.active[0], reason="it is running", fix="reload when all requests are done")
-        source = Checkpoint.open(Path(checkpoint))
-        identity = _identity(self.files, self.variant, Path(checkpoint))
-        try:
-            reload_into(self.weights, self.files.ledger(), source)
-        except CompileError:  # then no tensor was touched
-            raise
-        except BaseException:
-            self.engine.forget_prefixes(secrets.token_hex(16))  # weights of both are no model's
-            raise
-        self.engine.forget_prefixes(identity)
 
 
 def load(
@@ -80,6 +58,8 @@ def load(
     prefix_cache_bytes: int = 16 << 30,
     prefix_cache_retention: Mapping[str, float] | None = None,
     checkpoint: str | Path | None = None,
+    group: ProcessGroup | None = None,
+    placement: Placement | Ints | None = None,
 ) -> BundleLLM:
     """Open a bundle and make it ready to generate.
 
@@ -90,6 +70,9 @@ def load(
     weights are, for a bundle without them. prefix_cache_folder: keeps such rows for other processes, at most
     prefix_cache_bytes of them. prefix_cache_retention: for so many seconds after their last use, by the class of the
     request (`SamplingParams.retention`); a week for "chat", three days for "agent".
+    group: for a bundle whose experts are spread over ranks, the processes that are these ranks, all of which load it;
+    by default those that torchrun started. placement: the expert in each slot, the same on all of them, `rebalance`'s
+    or its phy2log [layers, slots], -1 for none; by default in order, then the first ones again.
     Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, WrongTarget, WeightMismatch, OutOfMemory, BadOption.
     """
     if not 0 < memory_fraction <= 1:
@@ -99,7 +82,8 @@ def load(
     built = int(files.manifest.model["max_model_len"])
     if max_model_len is not None and not 0 < max_model_len <= built:
         raise ContextTooLong(request="load", needed=max_model_len, limit=built, built=built)
-    executor, weights = open_executor(files, target, native, Path(checkpoint) if checkpoint else None, stored)
+    spread = _spread(files, group, placement)
+    executor, weights = open_executor(files, target, native, Path(checkpoint) if checkpoint else None, stored, spread)
     codec = _codec(files)
     eos = tuple(files.manifest.model.get("eos_token_ids", ()))
     llm = BundleLLM(
@@ -116,6 +100,7 @@ def load(
         prefix_cache_retention=prefix_cache_retention,
         eos_token_ids=eos,
     )
+    llm.ranks = executor if isinstance(executor, SpreadExecutor) else None
     llm.files, llm.weights, llm.variant = files, weights, _variant_text(files, target, native)
     return llm
 
@@ -126,11 +111,12 @@ def open_executor(
     native: bool = True,
     checkpoint: Path | None = None,
     stored: Stored | None = None,
+    spread: Spread | None = None,
 ) -> tuple[BundleExecutor, dict[str, Tensor]]:
-    """The executor of a checked bundle, and the tensors that it runs on by name."""
+    """The executor of a checked bundle, and the tensors that it runs on by name; of experts, those of the rank."""
     stored = stored or read_programs(files)
     variant = _variant(files, target, native)
-    weights: Mapping[str, Tensor] = files.weights(checkpoint)
+    weights = files.weights(checkpoint)
     device = _device(variant)
     runners = _Runners(files, stored, variant, device)
     programs: dict[str, ProgramRunner] = {}
@@ -142,12 +128,14 @@ def open_executor(
             if spec["tensor"] not in weights:
                 raise MissingWeight(tensor=spec["tensor"], where=file)
             if spec["tensor"] not in held:
-                held[spec["tensor"]] = _there(weights[spec["tensor"]], device, copies)
+                part = _part(weights, spec, spread)
+                held[spec["tensor"]] = _there(part, device, copies)
         bound = {block: runners.get(digest, name) for block, digest in data["blocks"].items()}
         programs[name] = ProgramRunner(data, bound, held, file)
     model = files.manifest.model
     limit, draw = int(model["max_model_len"]), runners.draw()
-    executor = BundleExecutor(
+    make = BundleExecutor if spread is None else partial(SpreadExecutor, spread)
+    executor = make(
         programs,
         model["windows"],
         int(model["vocab_size"]),
@@ -157,7 +145,7 @@ def open_executor(
         runners.state,
         runners.graphs(limit, draw),
         draw,
-        _identity(files, _variant_text(files, target, native), checkpoint),
+        identity_of(files, _variant_text(files, target, native), checkpoint),
     )
     return executor, held
 
@@ -186,21 +174,6 @@ def _variant(files: BundleFiles, target: str | None, native: bool) -> dict[str, 
 def _variant_text(files: BundleFiles, target: str | None, native: bool) -> str:
     """The variant that runs, as text."""
     return json.dumps(_variant(files, target, native), sort_keys=True)
-
-
-def _identity(files: BundleFiles, variant: str, checkpoint: Path | None) -> str:
-    """What decides cache rows beside their tokens: programs, weights, and what runs them.
-
-    The manifest names the contents of all files of the bundle. Weights elsewhere go by names, sizes and times.
-    """
-    source = files.manifest.weights
-    folder = checkpoint or (Path(source.folder) if source.mode != "copy" and source.folder else None)
-    parts = [(files.root / "manifest.json").read_text(), variant, torch.__version__]
-    for file in sorted(folder.resolve().iterdir()) if folder is not None else ():
-        if file.suffix in (".safetensors", ".json") and file.is_file():
-            held = file.stat()
-            parts.append(f"{file} {held.st_size} {held.st_mtime_ns}")
-    return json.dumps(parts)
 
 
 def _refusal(name: str, variants: Mapping[str, Mapping[str, Any]]) -> WrongTarget | None:
@@ -246,6 +219,27 @@ def _refuse_device(name: str, variants: Mapping[str, Mapping[str, Any]]) -> Wron
     others = [other for other, v in variants.items() if v["requires"].get("device", "cpu") == "cpu" and v["native"]]
     fix = f"load(target={others[0]!r})" if others else "load(native=False)"
     return WrongTarget(built_for=f"{name}, a {device} device of capability {wanted}", found=found, fix=fix)
+
+
+def _spread(files: BundleFiles, group: ProcessGroup | None, placement: Placement | Ints | None) -> Spread | None:
+    """What this rank of a bundle with experts over ranks holds; None for other bundles. Raises BadOption, ..."""
+    section = files.manifest.experts
+    if section:
+        return Spread.of(section, join(group, section["ranks"]), placement)
+    for name, value in (("group", group), ("placement", placement)):
+        if value is not None:
+            fix = "build with experts=ExpertPlan(ranks=...)"
+            raise BadOption(name=name, value="given", reason="the experts of this bundle are together", fix=fix)
+    return None
+
+
+def _part(weights: WeightFiles, spec: Mapping[str, Any], spread: Spread | None) -> Tensor:
+    """A tensor, or the rows of it that a rank holds."""
+    if "experts" not in spec:
+        return weights[spec["tensor"]]
+    if spread is None:
+        raise BadOption(name="spread", value=None, reason="experts are spread over ranks", fix="use load(group=...)")
+    return weights.rows(spec["tensor"], spread.experts_of(spec["experts"][0]))
 
 
 def _there(tensor: Tensor, device: torch.device, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
@@ -294,7 +288,7 @@ class _Runners:
         """What runs a block, by its hash, in one program."""
         of = program if self.variant is not None and self.variant["requires"].get("device", "cpu") != "cpu" else ""
         if (digest, of) not in self.made:
-            if self.variant is None:
+            if self.variant is None or _exchanges(self.stored.graphs[digest]):
                 self.made[digest, of] = self._graph(digest)
             else:
                 self.made[digest, of] = self._kernels(digest, program) if of else self._native(digest)
@@ -353,6 +347,11 @@ class _Runners:
 
     def _graph(self, digest: str) -> Runner:
         return _all_results(GraphFunction(self.stored.graphs[digest], block_file(digest)))
+
+
+def _exchanges(graph: Mapping[str, Any]) -> bool:
+    """Whether a block waits for other ranks; no target compiles that."""
+    return any(n.get("target") in ("deepinfer.dispatch.default", "deepinfer.combine.default") for n in graph["nodes"])
 
 
 def _all_results(function: GraphFunction) -> Runner:

@@ -160,7 +160,7 @@ _node = record(
     },
 )
 _graph = record({"nodes": items(_node, 1)})
-_weight = record({"tensor": text, "dtype": _dtype, "shape": _shape, "constant": flag})
+_weight = record({"tensor": text, "dtype": _dtype, "shape": _shape, "constant": flag}, {"experts": items(whole(), 2)})
 _cache = record(
     {
         "name": text,

@@ -1,0 +1,105 @@
+"""The ranks of a bundle whose experts are spread: what carries rows between them, and how they stay in step.
+
+Each rank serves its own requests, so what they have to do differs. Before every step all of them tell each other which
+program they need and for how many tokens, and then run the same one: the widest that anybody needs. A rank that has
+nothing to do takes part with one token that belongs to no request, until nobody has.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepinfer_compile.errors import RankLost, WrongTarget
+
+IDLE = "idle"
+KINDS = (IDLE, "decode", "verify", "prefill")
+"""What a rank may need, a later one doing what an earlier one does."""
+TIMEOUT_S = 60.0
+"""How long ranks that `join` has brought together wait for each other."""
+
+
+@dataclass
+class Sent:
+    """Bytes that a rank has given to others. rows: of experts' work; sizes: how many rows come; steps: what to run."""
+
+    rows: int = 0
+    sizes: int = 0
+    steps: int = 0
+
+
+@dataclass
+class Ranks:
+    """The ranks of one process group (`Peers` of the operations). Every call waits for all of them.
+
+    timeout: seconds that the group waits, for messages. lost: why the ranks are not together any more. Raises RankLost.
+    """
+
+    group: dist.ProcessGroup
+    timeout: float
+    sent: Sent = field(default_factory=Sent)
+    lost: str = ""
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    def exchange(self, rows: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
+        """See `Peers`."""
+        out = rows.new_empty((sum(take), *rows.shape[1:]))
+        self._together(dist.all_to_all_single, out, rows.contiguous(), list(take), list(give), group=self.group)
+        row = rows.element_size()
+        for size in rows.shape[1:]:
+            row *= size
+        amount = row * (sum(give) - give[self.rank])
+        if rows.dim() == 1 and rows.dtype == torch.int64:
+            self.sent.sizes += amount
+        else:
+            self.sent.rows += amount
+        return out
+
+    def agree(self, kind: str, tokens: int) -> tuple[str, int]:
+        """The program that all ranks run now, `idle` when none has work, and the most tokens that one of them has."""
+        mine = torch.tensor([KINDS.index(kind), tokens])
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self._together(dist.all_gather, found, mine, group=self.group)
+        self.sent.steps += mine.nbytes * (self.size - 1)
+        most = torch.stack(found).amax(0).tolist()
+        return KINDS[most[0]], int(most[1])
+
+    def _together(self, collective: Any, *args: Any, **kwargs: Any) -> None:
+        """Call a collective; what fails in it is another rank's end, after which there is no going on."""
+        if not self.lost:
+            try:
+                collective(*args, **kwargs)
+                return
+            except RuntimeError as error:  # the one type that all backends raise, of peers gone and of timeouts
+                self.lost = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RankLost(rank=self.rank, ranks=self.size, reason=self.lost, timeout=self.timeout)
+
+
+def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_S) -> Ranks:
+    """The ranks of a group; without one, of all processes that torchrun has started, brought together here if nobody
+    has done it. Raises WrongTarget where they are not as many as needed, RankLost."""
+    if group is None and not dist.is_initialized() and "WORLD_SIZE" in os.environ:
+        try:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        except RuntimeError as error:
+            rank, ranks = os.environ.get("RANK", "?"), os.environ["WORLD_SIZE"]
+            raise RankLost(rank=rank, ranks=ranks, reason=str(error).splitlines()[0], timeout=timeout) from error
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    found = dist.get_world_size(group) if group is not None else 1
+    if group is None or found != needed:
+        fix = f"start {needed} processes with torchrun --nproc-per-node {needed}, or build for {found}"
+        raise WrongTarget(built_for=f"experts over {needed} ranks", found=f"{found}", fix=fix)
+    return Ranks(group, timeout)
+
+
+__all__ = ["IDLE", "KINDS", "Ranks", "Sent", "join"]

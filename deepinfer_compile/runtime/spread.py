@@ -1,0 +1,132 @@
+"""An executor whose experts are spread over ranks: every step is a step of all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deepinfer_compile.eplb.layout import in_order, placed
+from deepinfer_compile.eplb.placement import Placement
+from deepinfer_compile.errors import BadOption, BadRequest
+from deepinfer_compile.ops.parallel import joined
+from deepinfer_compile.runtime.batch import Flight, GroupMeta, StepInput
+from deepinfer_compile.runtime.drawing import Numbers
+from deepinfer_compile.runtime.executor import BundleExecutor
+from deepinfer_compile.runtime.ranks import IDLE, Ranks
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Which slots hold which experts, as one rank sees it. section: `experts` of the manifest."""
+
+    section: Mapping[str, int]
+    placement: Placement
+    ranks: Ranks
+
+    @classmethod
+    def of(cls, section: Mapping[str, int], ranks: Ranks, placement: Any = None) -> Spread:
+        """placement: a Placement, its phy2log, or None for the experts in order. Raises BadOption."""
+        layers, experts, slots, count = (section[name] for name in ("layers", "experts", "slots", "ranks"))
+        if placement is None:
+            return cls(section, in_order(layers, experts, slots, count), ranks)
+        given = placement.phy2log if isinstance(placement, Placement) else placement
+        phy2log = np.asarray(given, np.int64)
+        if phy2log.shape != (layers, count * section["room"]):
+            reason = f"it is {list(phy2log.shape)}, this bundle has {layers} layers of {count * section['room']} slots"
+            fix = "give the expert in each slot, layers by slots, -1 for an empty one"
+            raise BadOption(name="placement", value="given", reason=reason, fix=fix)
+        return cls(section, placed(phy2log, experts), ranks)
+
+    def experts_of(self, layer: int) -> list[int]:
+        """The expert in each slot of this rank, -1 for none."""
+        room = self.section["room"]
+        first = self.ranks.rank * room
+        return [int(e) for e in self.placement.phy2log[layer, first : first + room]]
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The tables, by the names that programs have for them."""
+        room, count = self.section["room"], self.section["ranks"]
+        found = {"expert_offsets": torch.arange(count + 1) * room, "expert_rank": torch.tensor([self.ranks.rank])}
+        for layer in range(self.section["layers"]):
+            found[f"expert_slots_{layer}"] = torch.from_numpy(self.placement.log2phy[layer])
+            found[f"expert_counts_{layer}"] = torch.from_numpy(self.placement.logcnt[layer])
+        return found
+
+
+class SpreadExecutor(BundleExecutor):
+    """The `Executor` of one rank. `step` waits for the others, which call it or `finish` at the same time."""
+
+    def __init__(self, spread: Spread, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.spread, self.ranks = spread, spread.ranks
+        self._turn = threading.Lock()
+        for program in self.programs.values():
+            for name, held in spread.inputs().items():
+                if name in program.place:
+                    program.bind(name, held)
+
+    def step(self, inputs: StepInput) -> Tensor:
+        """See `Executor`. Raises RankLost."""
+        kind, most = self.ranks.agree(self._program(inputs), inputs.input_ids.shape[0])
+        return self._together(kind, most, inputs)
+
+    def start(self, inputs: StepInput, numbers: Numbers, *, following: bool = False) -> Flight | None:
+        """Steps of several ranks only run to their end."""
+        return None
+
+    def finish(self) -> None:
+        """Take part in the steps of others until no rank has work. Raises RankLost."""
+        while not self.ranks.lost:
+            kind, most = self.ranks.agree(IDLE, 0)
+            if kind == IDLE:
+                return
+            self._together(kind, max(most, 1), _nothing(len(self.groups)), {"kept": _ZERO, "kept_start": _ZERO})
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One call that all ranks make at the same time; at its end wait for theirs. Raises BadRequest, RankLost."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        """Raises BadRequest while another call is running."""
+        if not self._turn.acquire(blocking=False):
+            fix = "give all prompts to one call, and read or close its stream"
+            raise BadRequest(request="generate", reason="ranks make one call at a time", fix=fix)
+
+    def end(self) -> None:
+        """Raises RankLost."""
+        try:
+            self.finish()
+        finally:
+            self._turn.release()
+
+    def _together(self, kind: str, most: int, inputs: StepInput, given: Mapping[str, Tensor] | None = None) -> Tensor:
+        width = min(self.spread.section["chosen"], self.spread.section["room"])
+        lanes = torch.empty(self.ranks.size * most * width, dtype=torch.uint8)
+        with joined(self.ranks):
+            return self.run(kind, inputs, {**(given or {}), "lanes": lanes})
+
+
+_ZERO = torch.zeros(1, dtype=torch.int64)
+
+
+def _nothing(groups: int) -> StepInput:
+    """A step of one token that belongs to no request and leaves nothing in caches."""
+    none = torch.zeros(1, dtype=torch.int32)
+    meta = GroupMeta(torch.full((1, 1), -1, dtype=torch.int32), torch.full((1,), -1))
+    starts = torch.zeros(2, dtype=torch.int32)
+    return StepInput(_ZERO, _ZERO, _ZERO, starts, none, torch.ones(1, dtype=torch.int64), (meta,) * groups)
+
+
+__all__ = ["Spread", "SpreadExecutor"]
