@@ -395,5 +395,5 @@ class BadLogits(CompileError):
 
 class RankLost(CompileError):
     what = "rank {rank} of {ranks} cannot go on, another rank has stopped or does not answer: {reason}"
-    hint = "read the other ranks' output, then start all of them again; they wait {timeout:g} s for each other"
+    hint = "read the other ranks' output, then start all of them again; {patience}"
     exit_code = 9

@@ -118,6 +118,21 @@ def _experts(call: Call) -> Value:
     return _agree(call, [expect(call, name, 0) for name in ("x", "ids", "weights")])
 
 
+@rule("deepinfer.dispatch")
+def _dispatch(call: Call) -> Value:
+    axis = _agree(call, [expect(call, name, 0) for name in ("x", "ids")]).axis
+    arrived = Rows(f"arrived of {axis}", 0)
+    return arrived, arrived, Rows(axis, 0), Kind.BATCH
+
+
+@rule("deepinfer.combine")
+def _combine(call: Call) -> Value:
+    found = _agree(call, [expect(call, name, 0) for name in ("row", "weights")])
+    if expect(call, "y", 0).axis != f"arrived of {found.axis}":
+        call.refuse("y is not made of the rows that were sent")
+    return found
+
+
 @rule("deepinfer.output_projection")
 def _output_projection(call: Call) -> Value:
     x = call.arg("x")

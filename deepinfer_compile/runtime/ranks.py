@@ -37,21 +37,24 @@ class Sent:
 
 @dataclass
 class Ranks:
-    """The ranks of one process group (`Peers` of the operations). Every call waits for all of them.
+    """The ranks of one process group (`Peers` of the operations), or a process alone. Every call waits for all of them.
 
-    timeout: seconds that the group waits, for messages. lost: why the ranks are not together any more. Raises RankLost.
+    patience: how long the group waits, in words. lost: why the ranks are not together any more. Raises RankLost.
     """
 
-    group: dist.ProcessGroup
-    timeout: float
+    group: dist.ProcessGroup | None = None
+    patience: str = ""
     sent: Sent = field(default_factory=Sent)
     lost: str = ""
 
     def __post_init__(self) -> None:
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group) if self.group is not None else 0
+        self.size = dist.get_world_size(self.group) if self.group is not None else 1
 
     def exchange(self, rows: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
         """See `Peers`."""
+        if self.group is None:
+            return rows
         out = rows.new_empty((sum(take), *rows.shape[1:]))
         self._together(dist.all_to_all_single, out, rows.contiguous(), list(take), list(give), group=self.group)
         row = rows.element_size()
@@ -66,6 +69,8 @@ class Ranks:
 
     def agree(self, kind: str, tokens: int) -> tuple[str, int]:
         """The program that all ranks run now, `idle` when none has work, and the most tokens that one of them has."""
+        if self.group is None:
+            return kind, tokens
         mine = torch.tensor([KINDS.index(kind), tokens])
         found = [torch.empty_like(mine) for _ in range(self.size)]
         self._together(dist.all_gather, found, mine, group=self.group)
@@ -81,25 +86,28 @@ class Ranks:
                 return
             except RuntimeError as error:  # the one type that all backends raise, of peers gone and of timeouts
                 self.lost = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RankLost(rank=self.rank, ranks=self.size, reason=self.lost, timeout=self.timeout)
+        raise RankLost(rank=self.rank, ranks=self.size, reason=self.lost, patience=self.patience)
 
 
 def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_S) -> Ranks:
     """The ranks of a group; without one, of all processes that torchrun has started, brought together here if nobody
     has done it. Raises WrongTarget where they are not as many as needed, RankLost."""
+    patience = f"they wait {timeout:g} s for each other"
     if group is None and not dist.is_initialized() and "WORLD_SIZE" in os.environ:
         try:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
         except RuntimeError as error:
             rank, ranks = os.environ.get("RANK", "?"), os.environ["WORLD_SIZE"]
-            raise RankLost(rank=rank, ranks=ranks, reason=str(error).splitlines()[0], timeout=timeout) from error
+            raise RankLost(rank=rank, ranks=ranks, reason=str(error).splitlines()[0], patience=patience) from error
+    elif group is not None or dist.is_initialized():
+        patience = "the timeout of the process group says how long they wait for each other"
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     found = dist.get_world_size(group) if group is not None else 1
-    if group is None or found != needed:
+    if found != needed:
         fix = f"start {needed} processes with torchrun --nproc-per-node {needed}, or build for {found}"
         raise WrongTarget(built_for=f"experts over {needed} ranks", found=f"{found}", fix=fix)
-    return Ranks(group, timeout)
+    return Ranks(group, patience)
 
 
 __all__ = ["IDLE", "KINDS", "Ranks", "Sent", "join"]

@@ -1,0 +1,132 @@
+"""One rank of a test: `python -m tests.e2e.rank_worker FOLDER SIZE PATIENCE RANK` does FOLDER/jobs.json.
+
+A job names a bundle and what each rank does with it: `forced`, a sequence whose logits are wanted, read in a prompt and
+then token by token, none where a rank has nothing to do; `prompts`, to be completed; `die`, the rank that ends before
+its third step. FOLDER/RANK.json gets a dict a job: tokens, bytes that were sent, what the formula for them needs; and
+FOLDER/RANK.JOB.safetensors its tensors: logits, and what the rank holds of the experts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from deepinfer_compile import SamplingParams, load
+from deepinfer_compile.bundle import read_bundle
+from deepinfer_compile.ops import parallel
+from deepinfer_compile.runtime.loading import open_executor
+from deepinfer_compile.runtime.ranks import join
+from deepinfer_compile.runtime.spread import Spread, SpreadExecutor
+from tests.e2e.forced import forced_logits
+
+SIZES = {"max_model_len": 200, "max_num_batched_tokens": 96}
+
+
+class Seen:
+    """Watches the steps of an executor and the choices in them. away: of each exact dispatch, the rows that leave the
+    rank. lanes: of each static one, the lanes of each rank."""
+
+    def __init__(self, executor: SpreadExecutor, room: int) -> None:
+        self.away: list[int] = []
+        self.lanes: list[int] = []
+        self.kinds: list[str] = []
+        inner, rank, ranks = executor.run, executor.ranks.rank, executor.ranks.size
+
+        def run(kind: str, inputs: Any, more: dict[str, Tensor]) -> Tensor:
+            self.kinds.append(kind)
+            self.each = len(more["lanes"]) // ranks
+            return inner(kind, inputs, more)
+
+        def chosen(ids: Tensor, slots: Tensor, counts: Tensor, mine: Tensor) -> Tensor:
+            found = PLAIN(ids, slots, counts, mine)
+            if self.kinds[-1] == "prefill":
+                self.away.append(int(((found >= 0) & (found // room != rank)).sum()))
+            else:
+                self.lanes.append(self.each)
+            return found
+
+        executor.run = run  # type: ignore[method-assign, assignment]
+        parallel.chosen_slots = chosen
+
+    def facts(self) -> dict[str, Any]:
+        """What was seen; it watches no more."""
+        parallel.chosen_slots = PLAIN
+        return {"away": self.away, "lanes": self.lanes, "kinds": self.kinds}
+
+
+PLAIN = parallel.chosen_slots
+
+
+def do(job: dict[str, Any], rank: int) -> dict[str, Any]:
+    """One job on one rank."""
+    files = read_bundle(job["bundle"])
+    room, native = files.manifest.experts["room"], bool(job.get("native"))
+    found: dict[str, Any] = {}
+    if "forced" in job:
+        spread = Spread.of(files.manifest.experts, join(None, dist.get_world_size()), job.get("placement"))
+        executor, weights = open_executor(files, native=native, spread=spread)
+        assert isinstance(executor, SpreadExecutor)
+        executor.allocate((8,) * len(executor.groups))
+        for cache in executor.allocated.values():
+            cache.fill_(float("nan") if cache.is_floating_point() else -99)
+        seen = Seen(executor, room)
+        ids = job["forced"][rank]
+        found["logits"] = forced_logits(executor, ids, job["prompt"]) if ids else torch.zeros(0)
+        executor.finish()
+        found |= {**seen.facts(), "sent": vars(executor.ranks.sent), "held": _held(weights, files)}
+    if "prompts" in job:
+        llm = load(job["bundle"], native=native, placement=job.get("placement"), **SIZES)
+        assert llm.ranks is not None
+        if job.get("die") == rank:
+            _die_in_step(llm.ranks, 3)
+        params = SamplingParams(temperature=0.0, max_tokens=job["count"], ignore_eos=True)
+        found["tokens"] = [list(o.outputs[0].token_ids) for o in llm.generate(job["prompts"][rank], params)]
+        pieces = llm.stream(job["prompts"][rank][:1], params)
+        found["streamed"] = [token for item in pieces for token in item.outputs[0].token_ids]
+    return found
+
+
+def _held(weights: dict[str, Tensor], files: Any) -> dict[str, Tensor]:
+    """The weights of experts that a rank holds, each with the bytes of memory behind it as its last row."""
+    program = files.json(files.manifest.programs["decode"]["file"])
+    names = [w["tensor"] for w in program["weights"].values() if "experts" in w]
+    assert len(set(names)) == len(names)
+    found = {name: weights[name].clone() for name in names}
+    return {**found, **{f"{n}.bytes": torch.tensor(weights[n].untyped_storage().nbytes()) for n in names}}
+
+
+def _die_in_step(executor: SpreadExecutor, after: int) -> None:
+    inner, left = executor.run, [after]
+
+    def run(*args: Any) -> Tensor:
+        left[0] -= 1
+        if not left[0]:
+            os._exit(9)
+        return inner(*args)
+
+    executor.run = run  # type: ignore[method-assign, assignment]
+
+
+def main(folder: Path, size: int, patience: float, rank: int) -> None:
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=patience))
+    facts = []
+    for i, job in enumerate(json.loads((folder / "jobs.json").read_text())):
+        found = do(job, rank)
+        tensors = {"logits": found.pop("logits", torch.zeros(0)), **found.pop("held", {})}
+        save_file(tensors, folder / f"{rank}.{i}.safetensors")
+        facts.append(found)
+    (folder / f"{rank}.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
