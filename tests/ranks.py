@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,6 +72,20 @@ def start(size: int, folder: Path, jobs: Sequence[dict[str, Any]], patience: flo
     command = [sys.executable, "-m", "tests.e2e.rank_worker", str(folder), str(size), str(patience)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return [subprocess.Popen([*command, str(rank)], cwd=ROOT, env=env, **pipes) for rank in range(size)]
+
+
+def ended(processes: Sequence[Any], seconds: float) -> list[tuple[int, str]]:
+    """Exit code and what was said on stderr, of processes that must end within so many seconds."""
+    begin = time.monotonic()
+    found = []
+    try:
+        for process in processes:
+            _, err = process.communicate(timeout=max(0.1, seconds - (time.monotonic() - begin)))
+            found.append((process.returncode, err))
+    finally:
+        for process in processes:
+            process.kill()
+    return found
 
 
 def run_ranks(size: int, folder: Path, jobs: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:

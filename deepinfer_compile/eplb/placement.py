@@ -17,7 +17,7 @@ Floats: TypeAlias = NDArray[np.float64]
 class Placement:
     """One plan for L layers of E experts. Slots r * slots / ranks and on belong to rank r.
 
-    phy2log: int64 [L, slots], the expert in each slot.
+    phy2log: int64 [L, slots], the expert in each slot; -1 in an empty one, which only `layout` makes.
     log2phy: int64 [L, E, max], the slots of each expert, padded with -1; max is the largest count.
     logcnt: int64 [L, E], the number of replicas of each expert, at least 1.
     note: what was not done as asked, such as groups that do not divide by nodes; empty otherwise.
@@ -33,11 +33,12 @@ class Placement:
         where it holds none."""
         layers, slots = self.phy2log.shape
         room = slots // ranks
-        found = np.full((ranks, layers, self.logcnt.shape[1]), -1, np.int64)
+        # one column more, which an empty slot (-1) falls into
+        found = np.full((ranks, layers, self.logcnt.shape[1] + 1), -1, np.int64)
         row = np.arange(layers)
         for slot in reversed(range(slots)):
             found[slot // room, row, self.phy2log[:, slot]] = slot % room
-        return found
+        return found[..., :-1]
 
 
 __all__ = ["Flags", "Floats", "Ints", "Placement"]

@@ -1,16 +1,18 @@
 """One rank of a test: `python -m tests.e2e.rank_worker FOLDER SIZE PATIENCE RANK` does FOLDER/jobs.json.
 
 A job names a bundle and what each rank does with it: `forced`, a sequence whose logits are wanted, read in a prompt and
-then token by token, none where a rank has nothing to do; `prompts`, to be completed; `die`, the rank that ends before
-its third step. FOLDER/RANK.json gets a dict a job: tokens, bytes that were sent, what the formula for them needs; and
-FOLDER/RANK.JOB.safetensors its tensors: logits, and what the rank holds of the experts.
+then token by token, none where a rank has nothing to do; `prompts`, to be completed; `die` or `stop`, the rank that
+ends, or stands still, in its third step. FOLDER/RANK.json gets a dict a job: tokens, bytes that were sent, what the
+formula for them needs; and FOLDER/RANK.JOB.safetensors its tensors: logits, and what the rank holds of the experts.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -86,8 +88,9 @@ def do(job: dict[str, Any], rank: int) -> dict[str, Any]:
     if "prompts" in job:
         llm = load(job["bundle"], native=native, placement=job.get("placement"), **SIZES)
         assert llm.ranks is not None
-        if job.get("die") == rank:
-            _die_in_step(llm.ranks, 3)
+        for what, act in (("die", lambda: os._exit(9)), ("stop", lambda: os.kill(os.getpid(), signal.SIGSTOP))):
+            if job.get(what) == rank:
+                _in_step(llm.ranks, 3, act)
         params = SamplingParams(temperature=0.0, max_tokens=job["count"], ignore_eos=True)
         found["tokens"] = [list(o.outputs[0].token_ids) for o in llm.generate(job["prompts"][rank], params)]
         pieces = llm.stream(job["prompts"][rank][:1], params)
@@ -104,13 +107,14 @@ def _held(weights: dict[str, Tensor], files: Any) -> dict[str, Tensor]:
     return {**found, **{f"{n}.bytes": torch.tensor(weights[n].untyped_storage().nbytes()) for n in names}}
 
 
-def _die_in_step(executor: SpreadExecutor, after: int) -> None:
-    inner, left = executor.run, [after]
+def _in_step(executor: SpreadExecutor, number: int, act: Callable[[], None]) -> None:
+    """Act at the beginning of a step."""
+    inner, left = executor.run, [number]
 
     def run(*args: Any) -> Tensor:
         left[0] -= 1
         if not left[0]:
-            os._exit(9)
+            act()
         return inner(*args)
 
     executor.run = run  # type: ignore[method-assign, assignment]

@@ -1,0 +1,70 @@
+"""Every architecture with experts over two to four processes, with copies and without; native code; eight processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepinfer_compile.settings import ExpertPlan
+from tests import models, v41
+from tests.e2e.partitioned import check_all
+from tests.plain_model import VOCAB as PLAIN_VOCAB
+from tests.plain_model import make_plain
+
+pytestmark = pytest.mark.slow
+
+ARCHITECTURES = (
+    *("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "afmoe", "cohere2_moe", "dots1"),
+    *("ernie4_5_moe", "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "laguna"),
+    *("mimo_v2_flash", "minimax_m2", "phimoe", "qwen2_moe", "solar_open", "glm4_moe_lite"),
+)
+
+
+@pytest.mark.parametrize("place", range(len(ARCHITECTURES)), ids=ARCHITECTURES)
+def test_every_architecture(place: int, tmp_path: Path) -> None:
+    model = models.make(ARCHITECTURES[place])
+    experts = next(p.shape[0] for n, p in model.named_parameters() if n.endswith("experts.gate_up_proj"))
+    plan = ExpertPlan(2 + place % 3, experts + place % 4)
+    check_all(model, tmp_path, plan, models.VOCAB, 96)
+
+
+@pytest.mark.parametrize("more", [0, 5])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_deepseek(ranks: int, more: int, tmp_path: Path) -> None:
+    check_all(models.make("deepseek_v3"), tmp_path, ExpertPlan(ranks, 12 + more), models.VOCAB, 96)
+
+
+def test_native_code(tmp_path: Path) -> None:
+    check_all(models.make("deepseek_v3"), tmp_path, ExpertPlan(2, 13), models.VOCAB, 96, native=True)
+
+
+def test_a_causal_encoder_decoder(tmp_path: Path) -> None:
+    model = v41.make()
+    check_all(model, tmp_path, ExpertPlan(2, 9), model.config.vocab_size, model.config.hidden_size)
+
+
+def test_stacked_weights_that_the_model_joins(tmp_path: Path) -> None:
+    check_all(make_plain("einsum"), tmp_path, ExpertPlan(2, 8), PLAIN_VOCAB, 44)
+
+
+def test_a_linked_checkpoint(tmp_path: Path) -> None:
+    """A rank reads its experts' tensors from the model's folder."""
+    model = models.make("mixtral")
+    model.save_pretrained(tmp_path / "hf")
+    check_all(model, tmp_path, ExpertPlan(2, 6), models.VOCAB, 96, weights="link")
+
+
+def test_all_tokens_to_the_experts_of_one_rank(tmp_path: Path) -> None:
+    model = models.make("deepseek_v3")
+    with torch.no_grad():
+        for name, bias in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                bias[:4] += 100.0
+    check_all(model, tmp_path, ExpertPlan(2), models.VOCAB, 96)
+
+
+def test_thirty_experts_on_eight_ranks(tmp_path: Path) -> None:
+    model = models.make("mixtral", num_local_experts=30, num_experts_per_tok=4, num_hidden_layers=2)
+    check_all(model, tmp_path, ExpertPlan(8), models.VOCAB, 96)

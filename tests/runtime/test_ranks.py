@@ -1,0 +1,90 @@
+"""Ranks that lose one of them, and calls that ranks cannot make."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import deepinfer_compile as dc
+from deepinfer_compile.errors import BadOption, BadRequest, WrongTarget
+from deepinfer_compile.runtime.ranks import IDLE, Ranks, join
+from deepinfer_compile.settings import ExpertPlan
+from tests.e2e.parity import prompts
+from tests.plain_model import VOCAB, PlainDecoder, make_plain
+from tests.ranks import ended, start
+
+
+def small() -> PlainDecoder:
+    return make_plain("loop", layers=1)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dc.build(small(), tmp_path_factory.mktemp("b") / "b", native=False, experts=ExpertPlan(ranks=2)).root
+
+
+def job(bundle: Path, **more: Any) -> dict[str, Any]:
+    return {"bundle": str(bundle), "prompts": [prompts(VOCAB, (20,))] * 2, "count": 100, **more}
+
+
+def test_when_a_rank_ends_the_other_says_so(bundle: Path, tmp_path: Path) -> None:
+    """Long before the hour that it would wait for one that is slow."""
+    (code, err), (other, _) = ended(start(2, tmp_path / "run", [job(bundle, die=1)], patience=3600.0), 60.0)
+    assert other == 9
+    assert code == 1
+    assert err.count("RankLost: rank 0 of 2 cannot go on") == 1, err[-3000:]
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_answer(bundle: Path, tmp_path: Path) -> None:
+    """It is not gone, so that the other waits as long as it was told to."""
+    first, second = start(2, tmp_path / "run", [job(bundle, stop=1)], patience=5.0)
+    code, err = ended([first], 60.0)[0]
+    second.send_signal(signal.SIGCONT)
+    second.kill()
+    second.communicate()
+    assert code == 1
+    assert err.count("RankLost: rank 0 of 2 cannot go on") == 1, err[-3000:]
+
+
+def test_one_rank_is_alone(tmp_path: Path) -> None:
+    """It needs no process group, and every placement is the same one."""
+    model = small()
+    dc.build(model, tmp_path / "b", native=False, experts=ExpertPlan(ranks=1))
+    llm = dc.load(tmp_path / "b", native=False, max_num_batched_tokens=96)
+    given = prompts(VOCAB, (9, 3))
+    params = dc.SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    found = [list(o.outputs[0].token_ids) for o in llm.generate(given, params)]
+    for prompt, tokens in zip(given, found, strict=True):
+        with torch.no_grad():
+            for i, token in enumerate(tokens):
+                assert int(model(torch.tensor([prompt + tokens[:i]]))[0, -1].argmax()) == token
+    with pytest.raises(BadRequest, match="not exchanged in place"):
+        llm.reload(tmp_path)
+    stream = llm.stream(given, params)
+    with pytest.raises(BadRequest, match="one call at a time"):
+        llm.generate(given, params)
+    stream.close()
+    with pytest.raises(BadRequest, match="empty"):
+        llm.generate([[]], params)
+    with pytest.raises(BadRequest, match="empty"):
+        llm.stream([[]], params)
+    assert len(llm.generate(given, params)) == 2
+    for wrong in (np.zeros((1, 4)), np.array([[0, 1, 2, 3, 3]])):
+        with pytest.raises(BadOption, match="placement"):
+            dc.load(tmp_path / "b", native=False, placement=wrong)
+
+
+def test_a_process_alone_is_not_two_ranks(bundle: Path) -> None:
+    with pytest.raises(WrongTarget, match="nproc-per-node 2"):
+        dc.load(bundle, native=False)
+    with pytest.raises(WrongTarget, match="build for 1"):
+        join(None, 3)
+    alone = Ranks()
+    assert alone.agree(IDLE, 0) == (IDLE, 0)
+    assert alone.agree("verify", 7) == ("verify", 7)
