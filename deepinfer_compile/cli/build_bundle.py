@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deepinfer_compile.cli.boundary import guarded, print_json
-from deepinfer_compile.cli.show import plural, ranges, size, stdout
+from deepinfer_compile.cli.boundary import guarded, print_json, usage
+from deepinfer_compile.cli.show import experts_in_words, plural, ranges, size, stdout
 from deepinfer_compile.cli.stages import Stages
 
 if TYPE_CHECKING:
     from deepinfer_compile.pipeline import Observer
+    from deepinfer_compile.settings import ExpertPlan
 
 JSON_OPTION = typer.Option("--json", help="Print the result, or the error, as one JSON document.")
 DTYPE_OPTION = typer.Option(help="Computing type: auto (the checkpoint's), float32 or bfloat16.")
@@ -41,6 +42,8 @@ def build(
     tuned: Annotated[Path | None, typer.Option(metavar="DIR", help="Configurations that `tune --store` found.")] = None,
     replay: Annotated[str, REPLAY_OPTION] = "compact",
     keep: Annotated[int, KEEP_OPTION] = 0,
+    ranks: Annotated[int | None, typer.Option(help="Spread the experts over as many processes.")] = None,
+    slots: Annotated[int | None, typer.Option(help="With --ranks: experts of a layer, copies included.")] = None,
     dump: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write every stage, its diff and remarks; reproducers too.")
     ] = None,
@@ -58,6 +61,7 @@ def build(
 
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "native": not graph_only, "isa": isa}
     options |= {"weights": weights, "waive": waived(waive), "tuned": tuned, "replay": replay, "keep": keep}
+    options["experts"] = _plan(ranks, slots)
     observers = watchers(dump, print_after, to_stderr=as_json)
     with Stages(live=print_after is None) as stages:
         files = deepinfer_compile.build(model, out, target or "cpu", observers=observers, progress=stages, **options)
@@ -66,6 +70,15 @@ def build(
         print_json({**found, "stages": {name: round(s, 3) for name, s in stages.seconds.items()}})
         return
     _summary(found, out)
+
+
+def _plan(ranks: int | None, slots: int | None) -> ExpertPlan | None:
+    """Where experts go. Raises BadOption."""
+    from deepinfer_compile.settings import ExpertPlan
+
+    if ranks is None and slots is not None:
+        raise usage("--slots", slots, "the experts are not spread", "add --ranks, or leave it out")
+    return None if ranks is None else ExpertPlan(ranks, slots)
 
 
 def waived(names: list[str] | None) -> tuple[str, ...]:
@@ -112,6 +125,8 @@ def _summary(found: dict[str, Any], out: Path) -> None:
         kind = "native code" if variant["native"] else "graphs only (reference operations, slow)"
         needs = " ".join(str(v) for k, v in variant["requires"].items() if k == "isa")
         console.print(f"  {target}: {kind} {needs}".rstrip())
+    if found["experts"]:
+        console.print(f"  experts: {experts_in_words(found['experts'])}")
     applied = sum(p["applied"] for p in found["passes"])
     missed = sum(len(p["missed"]) for p in found["passes"])
     console.print(f"  {plural(len(found['passes']), 'pass')}: {applied} applied, {missed} missed (report.md says why)")
@@ -119,7 +134,9 @@ def _summary(found: dict[str, Any], out: Path) -> None:
         console.print(f"  waived: {waiver}", style="yellow")
     for note in found["weights"]["notes"]:
         console.print(f"  {note}")
-    console.print(f"  try: deepinfer-compile run {out} --prompt 'Hello'")
+    ranks = found["experts"].get("ranks", 1)
+    start = "deepinfer-compile" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m deepinfer_compile.cli"
+    console.print(f"  try: {start} run {out} --prompt 'Hello'")
 
 
 __all__ = ["JSON_OPTION", "build", "known_pass", "waived", "watchers"]

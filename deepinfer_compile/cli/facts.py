@@ -39,6 +39,7 @@ def describe_bundle(files: BundleFiles) -> dict[str, Any]:
         "bytes": sum(entry.size for entry in manifest.files.values()),
         "model": manifest.model,
         "programs": [_program(stored, name, data) for name, data in stored.programs.items()],
+        "experts": manifest.experts,
         "caches": caches,
         "cache_bytes_per_token": sum(c["bytes_per_token"] * len(c["layers"]) for c in caches),
         "cache_bytes_per_request": sum(_request_bytes(c, limit) for c in caches),

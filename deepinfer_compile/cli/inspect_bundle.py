@@ -11,7 +11,7 @@ import typer
 from deepinfer_compile.cli.boundary import guarded, print_json
 from deepinfer_compile.cli.build_bundle import JSON_OPTION
 from deepinfer_compile.cli.kernel_words import choice_words
-from deepinfer_compile.cli.show import plural, ranges, size, stdout, table
+from deepinfer_compile.cli.show import experts_in_words, plural, ranges, size, stdout, table
 from deepinfer_compile.remarks import remarks
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def inspect(
         print_json(found)
         return
     console = stdout()
-    for part in (_model, _programs, _caches, _variants, _kernels, _passes, _weights, _files):
+    for part in (_model, _programs, _experts, _caches, _variants, _kernels, _passes, _weights, _files):
         part(found, console)
 
 
@@ -57,6 +57,13 @@ def _programs(found: dict[str, Any], console: Console) -> None:
             shown.add_row(program["name"], b["name"], ranges(b["layers"]), str(b["calls"]), str(b["nodes"]), ops or "-")
     console.print("\nPrograms", style="bold")
     console.print(shown)
+
+
+def _experts(found: dict[str, Any], console: Console) -> None:
+    if found["experts"]:
+        console.print("\nExperts", style="bold")
+        room = found["experts"]["room"]
+        console.print(f"{experts_in_words(found['experts'])}, at most {room} of a layer on each")
 
 
 def _caches(found: dict[str, Any], console: Console) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,12 +17,16 @@ from deepinfer_compile.cli.build_bundle import JSON_OPTION
 from deepinfer_compile.cli.show import plural, size, stderr
 
 if TYPE_CHECKING:
+    from deepinfer_compile.runtime.bundled import BundleLLM
     from deepinfer_compile.runtime.llm import LLM
     from deepinfer_compile.runtime.outputs import RequestOutput
     from deepinfer_compile.runtime.params import SamplingParams
 
 MOST_REQUESTS = 64
 """Requests that run at once; more wait."""
+BUNDLE_HELP = (
+    "What `build` wrote; with --ranks, it runs by torchrun -m deepinfer_compile.cli run, which shares prompts."
+)
 RETENTION_HELP = "Class of the prompts, by which rows in that folder are kept; default: chat."
 KEEP_HELP = "Days a class is kept there after its last use; chat=7 and agent=3 unless given; may be repeated."
 FILE_HELP = "Prompt from a file (- is stdin); *.json and *.jsonl hold text, ids or chat messages, one prompt a line."
@@ -29,7 +34,7 @@ FILE_HELP = "Prompt from a file (- is stdin); *.json and *.jsonl hold text, ids 
 
 @guarded
 def run(
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="What `build` wrote.")],
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help=BUNDLE_HELP)],
     prompt: Annotated[str | None, typer.Option(help="Text; a chat turn where the model has a chat template.")] = None,
     chat: Annotated[str | None, typer.Option(help="A user's turn; needs a chat template.")] = None,
     ids: Annotated[str | None, typer.Option(help="Token ids, as 1,2,3.")] = None,
@@ -84,10 +89,14 @@ def run(
         "prefix_cache_folder": prefix_cache_folder, "prefix_cache_retention": _seconds(keep_days),
     }  # fmt: skip
     llm, loaded = _load(bundle, len(given) * params.n, full_check, options)
-    answers.collect(llm, given, params)
+    who = answers.collect_share(llm, given, params)
     answers.finish(as_json, loaded)
     llm.close()
-    stderr().print(f"loaded in {loaded:.2f} s; {answers.timing()}; {prompts.in_words(params)}; {llm.engine.caches}")
+    stderr().print(f"{who}loaded in {loaded:.2f} s; {answers.timing()}; {_setting(llm, params)}")
+
+
+def _setting(llm: LLM, params: SamplingParams) -> str:
+    return f"{prompts.in_words(params)}; {llm.engine.caches}"
 
 
 def _seconds(keep_days: list[str] | None) -> dict[str, float]:
@@ -102,7 +111,7 @@ def _seconds(keep_days: list[str] | None) -> dict[str, float]:
     return found
 
 
-def _load(bundle: Path, requests: int, full_check: bool, options: dict[str, Any]) -> tuple[LLM, float]:
+def _load(bundle: Path, requests: int, full_check: bool, options: dict[str, Any]) -> tuple[BundleLLM, float]:
     """The loaded bundle, with caches for this many requests at most, and the seconds it took."""
     import deepinfer_compile
 
@@ -128,23 +137,32 @@ class Answer:
 @dataclass
 class Answers:
     """All completions of one run. show: print text as it comes. lines: print pieces as JSON lines. plain_ids: the
-    model has no tokenizer, so ids are the text. reused: tokens not computed because their cache rows were there. waits:
-    for each prompt, what its first token waited for."""
+    model has no tokenizer, so ids are the text. several: there are more, here or of another process. reused: tokens not
+    computed because their cache rows were there. waits: for each prompt, what its first token waited for."""
 
     show: bool
     lines: bool
     plain_ids: bool
+    several: bool = False
     found: dict[tuple[str, int], Answer] = field(default_factory=dict)
     first: float = 0.0
     seconds: float = 0.0
     reused: int = 0
     waits: dict[int, dict[str, float]] = field(default_factory=dict)
 
-    def collect(self, llm: LLM, given: list[Any], params: SamplingParams) -> None:
-        """Run the prompts. An interruption cancels what is left."""
+    def collect_share(self, llm: BundleLLM, given: list[Any], params: SamplingParams) -> str:
+        """Run those of the prompts that are this process's; who it is, where there are others."""
+        self.several = len(given) * params.n > 1
+        rank, size = (llm.ranks.ranks.rank, llm.ranks.ranks.size) if llm.ranks is not None else (0, 1)
+        mine = range(rank, len(given), size)
+        self.collect(llm, [given[i] for i in mine], params, mine)
+        return f"rank {rank}: " if size > 1 else ""
+
+    def collect(self, llm: LLM, given: list[Any], params: SamplingParams, numbers: Sequence[int]) -> None:
+        """Run the prompts with these numbers. An interruption cancels what is left."""
         begin = time.perf_counter()
         with llm.stream(given, params) as pieces:
-            order = {request: i for i, request in enumerate(pieces.request_ids)}
+            order = dict(zip(pieces.request_ids, numbers, strict=True))
             for item in pieces:
                 self.first = self.first or time.perf_counter() - begin
                 self._add(item, order[item.request_id])
@@ -180,7 +198,7 @@ class Answers:
             print_json({**self.as_json(), "load_seconds": round(loaded, 3)})
             return
         for answer in self.ordered():
-            if len(self.found) > 1:
+            if self.several:
                 print(f"--- prompt {answer.prompt}, completion {answer.index}")
             print(answer.text)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -74,4 +74,10 @@ def plural(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}{end}"
 
 
-__all__ = ["plural", "ranges", "short_place", "size", "stderr", "stdout", "table"]
+def experts_in_words(plan: Mapping[str, int]) -> str:
+    """Where the experts of a bundle go."""
+    where = f"{plural(plan['layers'], 'layer')} over {plural(plan['ranks'], 'rank')}"
+    return f"{plan['experts']} in {plural(plan['slots'], 'slot')} of {where}"
+
+
+__all__ = ["experts_in_words", "plural", "ranges", "short_place", "size", "stderr", "stdout", "table"]

@@ -84,11 +84,9 @@ def load(
         raise ContextTooLong(request="load", needed=max_model_len, limit=built, built=built)
     spread = _spread(files, group, placement)
     executor, weights = open_executor(files, target, native, Path(checkpoint) if checkpoint else None, stored, spread)
-    codec = _codec(files)
-    eos = tuple(files.manifest.model.get("eos_token_ids", ()))
     llm = BundleLLM(
         executor,
-        codec,
+        _codec(files),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         memory_bytes=int(free_memory(executor.device) * memory_fraction),
@@ -98,7 +96,7 @@ def load(
         prefix_cache_folder=prefix_cache_folder,
         prefix_cache_bytes=prefix_cache_bytes,
         prefix_cache_retention=prefix_cache_retention,
-        eos_token_ids=eos,
+        eos_token_ids=tuple(files.manifest.model.get("eos_token_ids", ())),
     )
     llm.ranks = executor if isinstance(executor, SpreadExecutor) else None
     llm.files, llm.weights, llm.variant = files, weights, _variant_text(files, target, native)

@@ -160,6 +160,7 @@ _node = record(
     },
 )
 _graph = record({"nodes": items(_node, 1)})
+_experts = record(dict.fromkeys(("ranks", "slots", "room", "experts", "layers", "chosen"), whole(1)))
 _weight = record({"tensor": text, "dtype": _dtype, "shape": _shape, "constant": flag}, {"experts": items(whole(), 2)})
 _cache = record(
     {
@@ -217,6 +218,8 @@ def read_programs(files: BundleFiles) -> Stored:
     manifest, stored = files.manifest, Stored({}, {})
     with _blaming("manifest.json"):
         _model(manifest.model, "model")
+        if manifest.experts:
+            _experts(manifest.experts, "experts")
         table(_variant, 1)(manifest.variants, "variants")
         record(dict.fromkeys(PHASES, record({"file": text}, closed=False)), closed=False)(manifest.programs, "programs")
     for name, entry in manifest.programs.items():
@@ -225,6 +228,7 @@ def read_programs(files: BundleFiles) -> Stored:
             _check_program(program, entry["file"])
             if program["name"] != name:
                 raise _refuse("the program", f"is {program['name'][:80]!r} and stands for {name!r}")
+            _check_spread(program, manifest.experts)
             if program["windows"] != manifest.model["windows"]:
                 raise _refuse("the program", f"has the windows {program['windows']}, the manifest has others")
         for digest in program["blocks"].values():
@@ -270,6 +274,16 @@ def _check_program(program: Any, file: str) -> None:
     for node in program["skeleton"]["nodes"]:
         _check_skeleton_node(node, program)
     _check_caches(program)
+
+
+def _check_spread(program: Mapping[str, Any], plan: Mapping[str, int]) -> None:
+    """Weights of slots are those of the plan."""
+    for name, weight in program["weights"].items():
+        if "experts" not in weight:
+            continue
+        (layer, count), first = weight["experts"][:2], (weight["shape"] or [0])[0]
+        if not plan or layer >= plan["layers"] or count != plan["experts"] or first != plan["room"]:
+            raise _refuse(f"weight {name[:80]!r}", "is of experts that the manifest does not spread like that")
 
 
 def _check_calls(program: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]]) -> None:
