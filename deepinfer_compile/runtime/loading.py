@@ -26,7 +26,7 @@ from deepinfer_compile.runtime.executor import BundleExecutor, DecodeSteps, Prog
 from deepinfer_compile.runtime.interpret import GraphFunction
 from deepinfer_compile.runtime.kernel_blocks import KernelRunner, StepState, kernel_block, kernel_record, waits
 from deepinfer_compile.runtime.native import load_kernels, processor_flags
-from deepinfer_compile.runtime.ranks import join
+from deepinfer_compile.runtime.ranks import join, neighbours
 from deepinfer_compile.runtime.spread import Spread, SpreadExecutor
 from deepinfer_compile.runtime.stored import Stored, block_file, read_programs
 from deepinfer_compile.runtime.text import TextCodec
@@ -89,7 +89,7 @@ def load(
         _codec(files),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        memory_bytes=int(free_memory(executor.device) * memory_fraction),
+        memory_bytes=int(free_memory(executor.device) * memory_fraction) // (neighbours(spread.ranks) if spread else 1),
         max_model_len=max_model_len,
         enable_prefix_caching=enable_prefix_caching,
         prefix_cache_ttl=prefix_cache_ttl,
@@ -223,7 +223,8 @@ def _spread(files: BundleFiles, group: ProcessGroup | None, placement: Placement
     """What this rank of a bundle with experts over ranks holds; None for other bundles. Raises BadOption, ..."""
     section = files.manifest.experts
     if section:
-        return Spread.of(section, join(group, section["ranks"]), placement)
+        identity = (files.root / "manifest.json").read_bytes()
+        return Spread.of(section, join(group, section["ranks"]), placement, identity)
     for name, value in (("group", group), ("placement", placement)):
         if value is not None:
             fix = "build with experts=ExpertPlan(ranks=...)"

@@ -7,6 +7,8 @@ nothing to do takes part with one token that belongs to no request, until nobody
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,11 +30,13 @@ TIMEOUT_S = 60.0
 
 @dataclass
 class Sent:
-    """Bytes that a rank has given to others. rows: of experts' work; sizes: how many rows come; steps: what to run."""
+    """Bytes that a rank has given to others. rows: of experts' work; sizes: how many rows come; steps: what to run;
+    start: what it has loaded."""
 
     rows: int = 0
     sizes: int = 0
     steps: int = 0
+    start: int = 0
 
 
 @dataclass
@@ -71,12 +75,26 @@ class Ranks:
         """The program that all ranks run now, `idle` when none has work, and the most tokens that one of them has."""
         if self.group is None:
             return kind, tokens
-        mine = torch.tensor([KINDS.index(kind), tokens])
+        found, sent = self._gather([KINDS.index(kind), tokens])
+        self.sent.steps += sent
+        most = found.amax(0).tolist()
+        return KINDS[most[0]], int(most[1])
+
+    def alike(self, data: bytes) -> bool:
+        """Whether all ranks have the same data."""
+        if self.group is None:
+            return True
+        digest = hashlib.sha256(data).digest()
+        found, sent = self._gather([int.from_bytes(digest[i : i + 4], "big") for i in range(0, 32, 4)])
+        self.sent.start += sent
+        return bool((found == found[0]).all())
+
+    def _gather(self, numbers: list[int]) -> tuple[Tensor, int]:
+        """The numbers of all ranks, a row each, and the bytes given to others."""
+        mine = torch.tensor(numbers)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         self._together(dist.all_gather, found, mine, group=self.group)
-        self.sent.steps += mine.nbytes * (self.size - 1)
-        most = torch.stack(found).amax(0).tolist()
-        return KINDS[most[0]], int(most[1])
+        return torch.stack(found), mine.nbytes * (self.size - 1)
 
     def _together(self, collective: Any, *args: Any, **kwargs: Any) -> None:
         """Call a collective; what fails in it is another rank's end, after which there is no going on."""
@@ -86,6 +104,9 @@ class Ranks:
                 return
             except RuntimeError as error:  # the one type that all backends raise, of peers gone and of timeouts
                 self.lost = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            except BaseException:
+                self.lost = "it was interrupted while it waited for the others"
+                raise
         raise RankLost(rank=self.rank, ranks=self.size, reason=self.lost, patience=self.patience)
 
 
@@ -96,6 +117,7 @@ def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_
     if group is None and not dist.is_initialized() and "WORLD_SIZE" in os.environ:
         try:
             dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+            atexit.register(_leave)
         except RuntimeError as error:
             rank, ranks = os.environ.get("RANK", "?"), os.environ["WORLD_SIZE"]
             raise RankLost(rank=rank, ranks=ranks, reason=str(error).splitlines()[0], patience=patience) from error
@@ -110,4 +132,15 @@ def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_
     return Ranks(group, patience)
 
 
-__all__ = ["IDLE", "KINDS", "Ranks", "Sent", "join"]
+def _leave() -> None:
+    """End the group before Python ends, whose own end does not wait for the group's threads."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def neighbours(ranks: Ranks) -> int:
+    """How many of the ranks share this machine's memory, by what torchrun says."""
+    return max(1, min(ranks.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+__all__ = ["IDLE", "KINDS", "Ranks", "Sent", "join", "neighbours"]

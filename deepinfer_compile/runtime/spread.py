@@ -31,18 +31,29 @@ class Spread:
     ranks: Ranks
 
     @classmethod
-    def of(cls, section: Mapping[str, int], ranks: Ranks, placement: Any = None) -> Spread:
-        """placement: a Placement, its phy2log, or None for the experts in order. Raises BadOption."""
+    def of(cls, section: Mapping[str, int], ranks: Ranks, placement: Any = None, bundle: bytes = b"") -> Spread:
+        """placement: a Placement, its phy2log, or None for the experts in order. bundle: what identifies it.
+
+        Waits for the other ranks. Raises BadOption, also where these have something else; RankLost.
+        """
+        made = cls(section, cls._placement(section, placement), ranks)
+        if not ranks.alike(bundle + made.placement.phy2log.tobytes()):
+            fix = "give all of them the same bundle, and the same placement"
+            raise BadOption(name="placement", value="given", reason="the ranks load different things", fix=fix)
+        return made
+
+    @staticmethod
+    def _placement(section: Mapping[str, int], placement: Any) -> Placement:
         layers, experts, slots, count = (section[name] for name in ("layers", "experts", "slots", "ranks"))
         if placement is None:
-            return cls(section, in_order(layers, experts, slots, count), ranks)
+            return in_order(layers, experts, slots, count)
         given = placement.phy2log if isinstance(placement, Placement) else placement
         phy2log = np.asarray(given, np.int64)
         if phy2log.shape != (layers, count * section["room"]):
             reason = f"it is {list(phy2log.shape)}, this bundle has {layers} layers of {count * section['room']} slots"
             fix = "give the expert in each slot, layers by slots, -1 for an empty one"
             raise BadOption(name="placement", value="given", reason=reason, fix=fix)
-        return cls(section, placed(phy2log, experts), ranks)
+        return placed(phy2log, experts)
 
     def experts_of(self, layer: int) -> list[int]:
         """The expert in each slot of this rank, -1 for none."""
@@ -114,8 +125,13 @@ class SpreadExecutor(BundleExecutor):
     def _together(self, kind: str, most: int, inputs: StepInput, given: Mapping[str, Tensor] | None = None) -> Tensor:
         width = min(self.spread.section["chosen"], self.spread.section["room"])
         lanes = torch.empty(self.ranks.size * most * width, dtype=torch.uint8)
-        with joined(self.ranks):
-            return self.run(kind, inputs, {**(given or {}), "lanes": lanes})
+        try:
+            with joined(self.ranks):
+                return self.run(kind, inputs, {**(given or {}), "lanes": lanes})
+        except BaseException:  # the others wait in the middle of the step, so there is no next one
+            if self.ranks.size > 1:
+                self.ranks.lost = self.ranks.lost or "a step of this rank ended early"
+            raise
 
 
 _ZERO = torch.zeros(1, dtype=torch.int64)

@@ -1,9 +1,9 @@
 """One rank of a test: `python -m tests.e2e.rank_worker FOLDER SIZE PATIENCE RANK` does FOLDER/jobs.json.
 
 A job names a bundle and what each rank does with it: `forced`, a sequence whose logits are wanted, read in a prompt and
-then token by token, none where a rank has nothing to do; `prompts`, to be completed; `die` or `stop`, the rank that
-ends, or stands still, in its third step. FOLDER/RANK.json gets a dict a job: tokens, bytes that were sent, what the
-formula for them needs; and FOLDER/RANK.JOB.safetensors its tensors: logits, and what the rank holds of the experts.
+then token by token, none where a rank has nothing to do; `prompts`, to be completed; `die`, `stop` or `fail`, the rank
+that ends, stands still or raises in its third step. FOLDER/RANK.json gets a dict a job: tokens, bytes that were sent,
+what the formula for them needs; and FOLDER/RANK.JOB.safetensors its tensors: logits, and the experts that it holds.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ def do(job: dict[str, Any], rank: int) -> dict[str, Any]:
         executor.finish()
         found |= {**seen.facts(), "sent": vars(executor.ranks.sent), "held": _held(weights, files)}
     if "prompts" in job:
-        llm = load(job["bundle"], native=native, placement=job.get("placement"), **SIZES)
+        placement = job["placements"][rank] if "placements" in job else job.get("placement")
+        llm = load(job["bundle"], native=native, placement=placement, **SIZES)
         assert llm.ranks is not None
-        for what, act in (("die", lambda: os._exit(9)), ("stop", lambda: os.kill(os.getpid(), signal.SIGSTOP))):
+        for what, act in ACTS.items():
             if job.get(what) == rank:
                 _in_step(llm.ranks, 3, act)
         params = SamplingParams(temperature=0.0, max_tokens=job["count"], ignore_eos=True)
@@ -107,6 +108,17 @@ def _held(weights: dict[str, Tensor], files: Any) -> dict[str, Tensor]:
     return {**found, **{f"{n}.bytes": torch.tensor(weights[n].untyped_storage().nbytes()) for n in names}}
 
 
+def _fail() -> None:
+    raise ValueError("a step that fails")
+
+
+ACTS: dict[str, Callable[[], None]] = {
+    "die": lambda: os._exit(9),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "fail": _fail,
+}
+
+
 def _in_step(executor: SpreadExecutor, number: int, act: Callable[[], None]) -> None:
     """Act at the beginning of a step."""
     inner, left = executor.run, [number]
@@ -123,13 +135,16 @@ def _in_step(executor: SpreadExecutor, number: int, act: Callable[[], None]) -> 
 def main(folder: Path, size: int, patience: float, rank: int) -> None:
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=patience))
-    facts = []
-    for i, job in enumerate(json.loads((folder / "jobs.json").read_text())):
-        found = do(job, rank)
-        tensors = {"logits": found.pop("logits", torch.zeros(0)), **found.pop("held", {})}
-        save_file(tensors, folder / f"{rank}.{i}.safetensors")
-        facts.append(found)
-    (folder / f"{rank}.json").write_text(json.dumps(facts))
+    try:
+        facts = []
+        for i, job in enumerate(json.loads((folder / "jobs.json").read_text())):
+            found = do(job, rank)
+            tensors = {"logits": found.pop("logits", torch.zeros(0)), **found.pop("held", {})}
+            save_file(tensors, folder / f"{rank}.{i}.safetensors")
+            facts.append(found)
+        (folder / f"{rank}.json").write_text(json.dumps(facts))
+    finally:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,23 @@ def test_when_a_rank_ends_the_other_says_so(bundle: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_when_a_step_fails_no_rank_goes_on(bundle: Path, tmp_path: Path) -> None:
+    """The rank where it failed says why; it takes part in nothing more, so that the other's rows meet nothing else."""
+    (code, err), (other, why) = ended(start(2, tmp_path / "run", [job(bundle, fail=1)]), 60.0)
+    assert (code, other) == (1, 1)
+    assert why.rstrip().endswith("ValueError: a step that fails"), why[-3000:]
+    assert err.count("RankLost: rank 0 of 2 cannot go on") == 1, err[-3000:]
+
+
+@pytest.mark.slow
+def test_ranks_with_different_placements_are_refused(bundle: Path, tmp_path: Path) -> None:
+    plans = [[[0, 1, 2, 3, 4, 0]], [[0, 1, 2, 3, 4, 1]]]
+    for code, err in ended(start(2, tmp_path / "run", [job(bundle, placements=plans)]), 60.0):
+        assert code == 1
+        assert "the ranks load different things" in err
+
+
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer(bundle: Path, tmp_path: Path) -> None:
     """It is not gone, so that the other waits as long as it was told to."""
     first, second = start(2, tmp_path / "run", [job(bundle, stop=1)], patience=5.0)
