@@ -7,34 +7,41 @@ import secrets
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from deepinfer_compile.bundle import BundleFiles, Checkpoint, reload_into
-from deepinfer_compile.errors import BadRequest, CompileError
+from deepinfer_compile.errors import BadOption, BadRequest, CompileError
 from deepinfer_compile.runtime.call import Call
 from deepinfer_compile.runtime.driver import Driver
 from deepinfer_compile.runtime.llm import LLM, Stream
 from deepinfer_compile.runtime.outputs import RequestOutput
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.prompts import Prompt
-from deepinfer_compile.runtime.spread import SpreadExecutor
+from deepinfer_compile.runtime.spread import Spread, SpreadExecutor
 from deepinfer_compile.runtime.stops import TextCodec
+
+if TYPE_CHECKING:
+    from deepinfer_compile.eplb.placement import Ints, Placement
 
 
 class BundleLLM(LLM):
     """The engine of a loaded bundle: `LLM`, and its weights can be exchanged in place.
 
-    ranks: of a bundle whose experts are spread over ranks. All of them make the same calls of `generate` and `stream`,
-    each with prompts of its own, none where it has nothing to do, and a call ends on all of them at once; a stream that
-    is left early must be closed. An error that concerns one rank is raised there when the others have ended. Then also
-    raises RankLost, and BadRequest while another call is running.
+    checkpoint: where weights are read from, for a bundle without them. parts: of the tensors that hold experts of
+    slots, the layer of the placement. ranks: of a bundle whose experts are spread over ranks. All of them make the same
+    calls of `generate`, `stream` and `place`, each with prompts of its own, none where it has nothing to do, and a call
+    ends on all of them at once; a stream that is left early must be closed. An error that concerns one rank is raised
+    there when the others have ended. Then also raises RankLost, and BadRequest while another call is running.
     """
 
     files: BundleFiles
     weights: dict[str, Tensor]
     variant: str
+    checkpoint: Path | None = None
+    parts: dict[str, int]
     ranks: SpreadExecutor | None = None
 
     def generate(
@@ -64,6 +71,25 @@ class BundleLLM(LLM):
             self.ranks.end()
             raise
         return _SpreadStream(self._driver, call, self._codec, self.ranks)
+
+    def place(self, placement: Placement | Ints) -> None:
+        """Put other experts in the slots: their weights are read again, in place, and the programs get other tables.
+
+        All ranks call it at the same time with the same placement, as `load` takes it. Weights come from where this
+        bundle was loaded from. Raises BadOption, BadRequest, RankLost.
+        """
+        if self.ranks is None:
+            fix = "build with experts=ExpertPlan(ranks=...)"
+            raise BadOption(name="placement", value="given", reason="the experts of this bundle are together", fix=fix)
+        with self.ranks.call():
+            old = self.ranks.spread
+            spread = Spread.of(old.section, old.ranks, placement)
+            # what this process has mapped holds the slots, so the experts are read from another mapping
+            source = self.files.weights(self.checkpoint)
+            with self.ranks.whole("placing experts"):
+                for name, layer in self.parts.items():
+                    self.weights[name].copy_(source.rows(name, spread.experts_of(layer)))
+                self.ranks.use(spread)
 
     def reload(self, checkpoint: str | Path) -> None:
         """Take the weights of another checkpoint of the same model, in place; on any error none is changed.

@@ -70,9 +70,8 @@ def load(
     weights are, for a bundle without them. prefix_cache_folder: keeps such rows for other processes, at most
     prefix_cache_bytes of them. prefix_cache_retention: for so many seconds after their last use, by the class of the
     request (`SamplingParams.retention`); a week for "chat", three days for "agent".
-    group: for a bundle whose experts are spread over ranks, the processes that are these ranks, all of which load it;
-    by default those that torchrun started. placement: the expert in each slot, the same on all of them, `rebalance`'s
-    or its phy2log [layers, slots], -1 for none; by default in order, then the first ones again.
+    group: the ranks of a bundle whose experts are spread; by default those that torchrun started. placement: the
+    expert in each slot, alike on all ranks: of `rebalance`, or [layers, slots], -1 for none; by default in order.
     Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, WrongTarget, WeightMismatch, OutOfMemory, BadOption.
     """
     if not 0 < memory_fraction <= 1:
@@ -100,6 +99,7 @@ def load(
     )
     llm.ranks = executor if isinstance(executor, SpreadExecutor) else None
     llm.files, llm.weights, llm.variant = files, weights, _variant_text(files, target, native)
+    llm.checkpoint, llm.parts = Path(checkpoint) if checkpoint else None, _parts(stored)
     return llm
 
 
@@ -230,6 +230,12 @@ def _spread(files: BundleFiles, group: ProcessGroup | None, placement: Placement
             fix = "build with experts=ExpertPlan(ranks=...)"
             raise BadOption(name=name, value="given", reason="the experts of this bundle are together", fix=fix)
     return None
+
+
+def _parts(stored: Stored) -> dict[str, int]:
+    """The tensors of which ranks hold rows, and the layer of the placement that says which."""
+    specs = (w for program in stored.programs.values() for w in program["weights"].values())
+    return {w["tensor"]: w["experts"][0] for w in specs if "experts" in w}
 
 
 def _part(weights: WeightFiles, spec: Mapping[str, Any], spread: Spread | None) -> Tensor:

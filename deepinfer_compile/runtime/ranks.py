@@ -24,7 +24,7 @@ from deepinfer_compile.errors import RankLost, WrongTarget
 IDLE = "idle"
 KINDS = (IDLE, "decode", "verify", "prefill")
 """What a rank may need, a later one doing what an earlier one does."""
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 """How long ranks that `join` has brought together wait for each other."""
 
 
@@ -73,7 +73,7 @@ class Ranks:
 
     def agree(self, kind: str, tokens: int) -> tuple[str, int]:
         """The program that all ranks run now, `idle` when none has work, and the most tokens that one of them has."""
-        if self.group is None:
+        if self.group is None and not self.lost:
             return kind, tokens
         found, sent = self._gather([KINDS.index(kind), tokens])
         self.sent.steps += sent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,11 @@ class Spread:
 
         Waits for the other ranks. Raises BadOption, also where these have something else; RankLost.
         """
-        made = cls(section, cls._placement(section, placement), ranks)
+        try:
+            made = cls(section, cls._placement(section, placement), ranks)
+        except BadOption:
+            ranks.alike(b"none")
+            raise
         if not ranks.alike(bundle + made.placement.phy2log.tobytes()):
             fix = "give all of them the same bundle, and the same placement"
             raise BadOption(name="placement", value="given", reason="the ranks load different things", fix=fix)
@@ -76,8 +80,13 @@ class SpreadExecutor(BundleExecutor):
 
     def __init__(self, spread: Spread, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.spread, self.ranks = spread, spread.ranks
+        self.ranks = spread.ranks
         self._turn = threading.Lock()
+        self.use(spread)
+
+    def use(self, spread: Spread) -> None:
+        """Give the programs these tables; the weights of slots must be as they say."""
+        self.spread = spread
         for program in self.programs.values():
             for name, held in spread.inputs().items():
                 if name in program.place:
@@ -122,16 +131,21 @@ class SpreadExecutor(BundleExecutor):
         finally:
             self._turn.release()
 
+    @contextmanager
+    def whole(self, what: str) -> Iterator[None]:
+        """Something that must not end early: if it does, this rank does nothing more with the others."""
+        try:
+            yield
+        except BaseException:
+            self.ranks.lost = self.ranks.lost or f"{what} of this rank ended early"
+            raise
+
     def _together(self, kind: str, most: int, inputs: StepInput, given: Mapping[str, Tensor] | None = None) -> Tensor:
         width = min(self.spread.section["chosen"], self.spread.section["room"])
         lanes = torch.empty(self.ranks.size * most * width, dtype=torch.uint8)
-        try:
-            with joined(self.ranks):
-                return self.run(kind, inputs, {**(given or {}), "lanes": lanes})
-        except BaseException:  # the others wait in the middle of the step, so there is no next one
-            if self.ranks.size > 1:
-                self.ranks.lost = self.ranks.lost or "a step of this rank ended early"
-            raise
+        # the others would wait in the middle of the step, and take what comes next for its rest
+        with self.whole("a step") if self.ranks.size > 1 else nullcontext(), joined(self.ranks):
+            return self.run(kind, inputs, {**(given or {}), "lanes": lanes})
 
 
 _ZERO = torch.zeros(1, dtype=torch.int64)

@@ -163,14 +163,7 @@ _graph = record({"nodes": items(_node, 1)})
 _experts = record(dict.fromkeys(("ranks", "slots", "room", "experts", "layers", "chosen"), whole(1)))
 _weight = record({"tensor": text, "dtype": _dtype, "shape": _shape, "constant": flag}, {"experts": items(whole(), 2)})
 _cache = record(
-    {
-        "name": text,
-        "kind": text,
-        "group": whole(),
-        "layer": whole(),
-        "shape": items(whole(1)),
-        "dtype": _dtype,
-    },
+    {"name": text, "kind": text, "group": whole(), "layer": whole(), "shape": items(whole(1)), "dtype": _dtype},
     closed=False,
 )
 _program = record(
@@ -216,6 +209,7 @@ class Stored:
 def read_programs(files: BundleFiles) -> Stored:
     """All programs and blocks, and what the manifest says beside them, checked. Raises BundleCorrupt, BundlePath."""
     manifest, stored = files.manifest, Stored({}, {})
+    placed: dict[str, list[int]] = {}
     with _blaming("manifest.json"):
         _model(manifest.model, "model")
         if manifest.experts:
@@ -228,7 +222,7 @@ def read_programs(files: BundleFiles) -> Stored:
             _check_program(program, entry["file"])
             if program["name"] != name:
                 raise _refuse("the program", f"is {program['name'][:80]!r} and stands for {name!r}")
-            _check_spread(program, manifest.experts)
+            _check_spread(program, manifest.experts, placed)
             if program["windows"] != manifest.model["windows"]:
                 raise _refuse("the program", f"has the windows {program['windows']}, the manifest has others")
         for digest in program["blocks"].values():
@@ -276,14 +270,15 @@ def _check_program(program: Any, file: str) -> None:
     _check_caches(program)
 
 
-def _check_spread(program: Mapping[str, Any], plan: Mapping[str, int]) -> None:
-    """Weights of slots are those of the plan."""
+def _check_spread(program: Mapping[str, Any], plan: Mapping[str, int], placed: dict[str, list[int]]) -> None:
+    """Weights of slots are those of the plan, and in all programs of the same layer of it."""
     for name, weight in program["weights"].items():
         if "experts" not in weight:
             continue
         (layer, count), first = weight["experts"][:2], (weight["shape"] or [0])[0]
-        if not plan or layer >= plan["layers"] or count != plan["experts"] or first != plan["room"]:
-            raise _refuse(f"weight {name[:80]!r}", "is of experts that the manifest does not spread like that")
+        fits = plan and layer < plan["layers"] and (count, first) == (plan["experts"], plan["room"])
+        if not fits or placed.setdefault(weight["tensor"], weight["experts"]) != weight["experts"]:
+            raise _refuse(f"weight {name[:80]!r}", "is of experts that the plan, or another program, has elsewhere")
 
 
 def _check_calls(program: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]]) -> None:

@@ -1,9 +1,10 @@
 """One rank of a test: `python -m tests.e2e.rank_worker FOLDER SIZE PATIENCE RANK` does FOLDER/jobs.json.
 
 A job names a bundle and what each rank does with it: `forced`, a sequence whose logits are wanted, read in a prompt and
-then token by token, none where a rank has nothing to do; `prompts`, to be completed; `die`, `stop` or `fail`, the rank
-that ends, stands still or raises in its third step. FOLDER/RANK.json gets a dict a job: tokens, bytes that were sent,
-what the formula for them needs; and FOLDER/RANK.JOB.safetensors its tensors: logits, and the experts that it holds.
+then token by token, none where a rank has nothing to do; `prompts`, to be completed; `place`, another placement
+than it was loaded with; `die`, `stop` or `fail`, the rank that ends, stands still or raises in its third step.
+FOLDER/RANK.json gets a dict a job: tokens, bytes that were sent, what the formula for them needs; and
+FOLDER/RANK.JOB.safetensors its tensors: logits, and the experts that it holds.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ def do(job: dict[str, Any], rank: int) -> dict[str, Any]:
         for what, act in ACTS.items():
             if job.get(what) == rank:
                 _in_step(llm.ranks, 3, act)
+        if "place" in job:
+            llm.place(job["place"])
         params = SamplingParams(temperature=0.0, max_tokens=job["count"], ignore_eos=True)
         found["tokens"] = [list(o.outputs[0].token_ids) for o in llm.generate(job["prompts"][rank], params)]
         pieces = llm.stream(job["prompts"][rank][:1], params)

@@ -25,6 +25,8 @@ def test_deepseek_on_two_ranks_with_replicas(tmp_path: Path) -> None:
     other = rebalance(load, 16, 2, policy="published").phy2log
     jobs = jobs_for(bundle.root, 2, models.VOCAB)
     moved = jobs_for(bundle.root, 2, models.VOCAB, placement=other.tolist())
+    del moved[1]["placement"]
+    moved[1]["place"] = other.tolist()
     found = run_ranks(2, tmp_path / "run", [*jobs, *moved])
     check(model, jobs, [f[:2] for f in found])
     check(model, moved, [f[2:] for f in found])

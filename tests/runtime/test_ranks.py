@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import deepinfer_compile as dc
-from deepinfer_compile.errors import BadOption, BadRequest, WrongTarget
+from deepinfer_compile.errors import BadOption, BadRequest, RankLost, WrongTarget
 from deepinfer_compile.runtime.ranks import IDLE, Ranks, join
+from deepinfer_compile.runtime.stored import Malformed, _check_spread
 from deepinfer_compile.settings import ExpertPlan
 from tests.e2e.parity import prompts
 from tests.plain_model import VOCAB, PlainDecoder, make_plain
@@ -91,7 +92,19 @@ def test_one_rank_is_alone(tmp_path: Path) -> None:
         llm.generate([[]], params)
     with pytest.raises(BadRequest, match="empty"):
         llm.stream([[]], params)
-    assert len(llm.generate(given, params)) == 2
+    llm.place(np.array([[3, 0, 4, 1, 2]]))
+    assert [list(o.outputs[0].token_ids) for o in llm.generate(given, params)] == found
+    with pytest.raises(BadOption, match="expert 0 has no slot"):
+        llm.place(np.array([[3, 1, 4, 1, 2]]))
+    llm.place(np.array([[4, 3, 2, 1, 0]]))
+    assert [list(o.outputs[0].token_ids) for o in llm.generate(given, params)] == found
+    w13 = next(n for n in llm.parts if n.endswith("w13"))
+    assert torch.equal(llm.weights[w13], llm.files.weights()[w13].flip(0))
+    llm.parts["no such tensor"] = 0
+    with pytest.raises(KeyError):
+        llm.place(np.array([[0, 1, 2, 3, 4]]))
+    with pytest.raises(RankLost, match="placing experts of this rank ended early"):
+        llm.generate(given, params)
     for wrong in (np.zeros((1, 4)), np.array([[0, 1, 2, 3, 3]])):
         with pytest.raises(BadOption, match="placement"):
             dc.load(tmp_path / "b", native=False, placement=wrong)
@@ -105,3 +118,25 @@ def test_a_process_alone_is_not_two_ranks(bundle: Path) -> None:
     alone = Ranks()
     assert alone.agree(IDLE, 0) == (IDLE, 0)
     assert alone.agree("verify", 7) == ("verify", 7)
+
+
+PLAN = {"ranks": 2, "slots": 5, "room": 3, "experts": 5, "layers": 2, "chosen": 2}
+
+
+@pytest.mark.parametrize(
+    ("plan", "experts", "shape"),
+    [
+        ({}, [0, 5], [3, 4]),
+        (PLAN, [2, 5], [3, 4]),
+        (PLAN, [0, 6], [3, 4]),
+        (PLAN, [0, 5], [4, 4]),
+        (PLAN, [0, 5], []),
+        (PLAN, [1, 5], [3, 4]),
+    ],
+)
+def test_programs_must_fit_the_plan(plan: dict[str, int], experts: list[int], shape: list[int]) -> None:
+    """No plan, a layer or experts that it has not, slots of another number, another layer in another program."""
+    program = {"weights": {"w": {"tensor": "t", "experts": experts, "shape": shape}, "other": {"tensor": "u"}}}
+    with pytest.raises(Malformed, match="weight 'w'"):
+        _check_spread(program, plan, {"t": [0, 5]})
+    _check_spread({"weights": {"w": {"tensor": "t", "experts": [0, 5], "shape": [3]}}}, PLAN, {"t": [0, 5]})
