@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+import deepinfer_compile as dc
 from deepinfer_compile.settings import ExpertPlan
 from tests import models, v41
+from tests.e2e.parity import bundle_tokens, prompts
 from tests.e2e.partitioned import check_all
+from tests.e2e.rank_worker import SIZES
 from tests.plain_model import VOCAB as PLAIN_VOCAB
 from tests.plain_model import make_plain
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +59,19 @@ def test_native_code(bias: float, tmp_path: Path) -> None:
 def test_a_causal_encoder_decoder(tmp_path: Path) -> None:
     model = v41.make()
     check_all(model, tmp_path, ExpertPlan(2, 9), model.config.vocab_size, model.config.hidden_size)
+
+
+def test_a_decoder_that_reads_the_last_rows_of_a_prompt(tmp_path: Path) -> None:
+    """Ranks, one of them with nothing to do, against one process that reads as few rows."""
+    model, keep = v41.make(), 64
+    dc.build(model, tmp_path / "one", native=False, keep=keep)
+    dc.build(model, tmp_path / "two", native=False, keep=keep, experts=ExpertPlan(2))
+    given = prompts(model.config.vocab_size, (150, 70))
+    want = bundle_tokens(dc.load(tmp_path / "one", native=False, **SIZES), given, 6)
+    job = {"bundle": str(tmp_path / "two"), "prompts": [given, []], "count": 6}
+    first, second = run_ranks(2, tmp_path / "run", [job])
+    assert first[0]["tokens"] == want
+    assert second[0]["tokens"] == []
 
 
 def test_stacked_weights_that_the_model_joins(tmp_path: Path) -> None:
