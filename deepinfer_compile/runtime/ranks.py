@@ -33,10 +33,11 @@ class Sent:
     """Bytes that a rank has given to others. rows: of experts' work; sizes: how many rows come; steps: what to run;
     start: what it has loaded.
 
-    With N ranks, rows of H values of b bytes and n(r) rows of this rank's choices for rank r, m(r) rows that came from
-    it, a step gives 16 * (N - 1) to steps, and each layer of it, over all r but this rank: in the exact form 8 * (N - 1)
-    to sizes and the sum of n(r) * (H * b + 4) + m(r) * H * b to rows; in the static form (N - 1) * L * (2 * H * b + 4)
-    to rows, where L = min(k, room) * the most tokens of a rank. Loading gives 64 * (N - 1) to start.
+    With N ranks, rows of H values of b bytes, n(r) rows of this rank's choices for rank r and m(r) rows that came from
+    r, a step gives 16 * (N - 1) to steps. Each layer of it gives, over all r but this rank: in the exact form
+    8 * (N - 1) to sizes and the sum of n(r) * (H * b + 4) + m(r) * H * b to rows; in the static form
+    (N - 1) * L * (2 * H * b + 4) to rows, where L = min(k, room) * the most tokens of a rank. Loading gives
+    64 * (N - 1) to start.
     """
 
     rows: int = 0
