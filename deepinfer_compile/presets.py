@@ -16,6 +16,7 @@ from deepinfer_compile.passes.fuse_add_norm import FuseAddNorm
 from deepinfer_compile.passes.fuse_linear_casts import FuseLinearCasts
 from deepinfer_compile.passes.fuse_partial_rope import FusePartialRope
 from deepinfer_compile.passes.keep_last_rows import KeepLastRows
+from deepinfer_compile.passes.narrow_casts import NarrowCasts
 from deepinfer_compile.passes.narrow_decoder import NarrowDecoder
 from deepinfer_compile.passes.partition_experts import PartitionExperts
 from deepinfer_compile.passes.prove_rowwise import ProveRowwise
@@ -58,6 +59,7 @@ PACK: tuple[Pass, ...] = (
     CacheSelected(),
     ProveRowwise(),
     FuseAddNorm(),
+    NarrowCasts(),
     FuseLinearCasts(),
     FusePartialRope(),
     ShareRotaryTables(),

@@ -25,6 +25,7 @@ from tests.passes.stages import before_and_after, canonical, counts, go_on, prog
 Wide = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 HITS: dict[str, Wide] = {
     "router": lambda x, w, b: (F.linear(x.float(), w.float()),),
+    "turned over": lambda x, w, b: (x.float() @ w.float().t(),),
     "bias": lambda x, w, b: (F.linear(x.float(), w.float(), b.float()),),
     "wide bias": lambda x, w, b: (F.linear(x.float(), w.float(), torch.ones(5)),),
     "x is read again": lambda x, w, b: (F.linear(wide := x.float(), w.float()), wide * 2),
@@ -39,6 +40,8 @@ MISSES: dict[str, tuple[Wide, str]] = {
     "types": (lambda x, w, b: (F.linear(x.half().float(), w.float()),), "x is torch.float16, the weight"),
 }
 SILENT: dict[str, Wide] = {
+    "turned over twice": lambda x, w, b: (x.float() @ (turned := w.float().t()), turned + 1),
+    "not turned over": lambda x, w, b: (x.float()[..., :5] @ w.float(),),
     "no casts": lambda x, w, b: (F.linear(x, w, b),),
     "narrowed": lambda x, w, b: (F.linear(x.float().half(), (w.float() + 1).half()),),
 }
