@@ -167,7 +167,8 @@ def prompt(rows: Rows, llm: Any, mode: str, flops: int) -> None:
 def decode(rows: Rows, llm: Any, batch: int) -> None:
     """Steps of one token each behind prompts of CONTEXT tokens."""
     engine, times = llm.engine, []
-    read = _read(engine, prompts(batch, CONTEXT), STEPS + 60)
+    # the first requests go on while the last are read
+    read = _read(engine, prompts(batch, CONTEXT), 2 * batch + STEPS + 60)
     for _ in range(STEPS):
         begin = time.perf_counter()
         engine.step()
