@@ -134,6 +134,7 @@ def test_all_of_a_head() -> None:
     assert torch.equal(run(after, **given)[0], module(**given))
 
 
+@pytest.mark.slow
 def test_every_layer_that_turns_a_part() -> None:
     """Queries, latents and what attention gives, turned back; rows and keys where they are made."""
     after, _ = default().run(v41.canonical()[1])

@@ -12,25 +12,28 @@ from pathlib import Path
 
 import pytest
 
-FILES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
+FILES = {f.stem.removeprefix("interpreted_"): f for f in sorted(Path(__file__).parent.glob("interpreted_*.py"))}
 ROOT = Path(__file__).parent.parent.parent
+LONG = ("bundle", "cases", "experts", "latent_prefill", "sample")
+"""Those that run alone. The others share a process, whose start takes as long as one of them."""
 
-
+SHORT = [name for name in FILES if name not in LONG]
 RUNS = [
-    *(pytest.param(f, "not slow", id=f.stem) for f in FILES),
+    *(pytest.param([FILES[name]], "not slow", id=name) for name in LONG),
+    pytest.param([FILES[name] for name in SHORT], "not slow", id="others"),
     *(
-        pytest.param(f, "slow", marks=pytest.mark.slow, id=f"{f.stem}-slow")
-        for f in FILES
+        pytest.param([f], "slow", marks=pytest.mark.slow, id=f"{name}-slow")
+        for name, f in FILES.items()
         if "mark.slow" in f.read_text()
     ),
 ]
 
 
-@pytest.mark.parametrize(("file", "marks"), RUNS)
-def test_interpreted(file: Path, marks: str) -> None:
+@pytest.mark.parametrize(("files", "marks"), RUNS)
+def test_interpreted(files: list[Path], marks: str) -> None:
     inherited = {name: text for name, text in os.environ.items() if not name.startswith("PYTEST_")}
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks]
-    command = [sys.executable, "-m", "pytest", *options, str(file)]
+    command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
     done = subprocess.run(
         command,
         cwd=ROOT,
