@@ -8,7 +8,7 @@ have their own page pools, called cache groups, because a window layer gives pag
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from deepinfer_compile.runtime.drawing import Draw, Numbers
+    from deepinfer_compile.runtime.page_rows import PageRows
     from deepinfer_compile.runtime.pages import Ints
 
 PAGE_SIZE = 64
@@ -102,8 +103,9 @@ class Executor(Protocol):
         """The rows of a page of a group: a contiguous copy on the host for each of its caches."""
         ...
 
-    def write_page(self, group: int, page: int, rows: Mapping[str, Tensor]) -> bool:
-        """Put rows that `read_page` gave, here or elsewhere, into a page; False if they are not of its form."""
+    def write_pages(self, group: int, pages: Sequence[int], rows: Sequence[PageRows]) -> int:
+        """Put rows that `read_page` gave, here or elsewhere, into pages; how many, from the first on: it ends before
+        those that are not of the group's form."""
         ...
 
     def step(self, inputs: StepInput) -> Tensor:

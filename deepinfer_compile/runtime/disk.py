@@ -22,6 +22,7 @@ import hashlib
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,9 +33,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deepinfer_compile.bundle.safetensors_io import FILE_DTYPES, parse_header
-from deepinfer_compile.errors import BadOption, BadWeightFile
+from deepinfer_compile.errors import BadOption
 from deepinfer_compile.runtime.disk_index import DiskIndex, Entry, Found
+from deepinfer_compile.runtime.page_rows import PageRows, checksum, rounded, unpack
 
 NAMES = re.compile(
     r"(?P<key>[0-9a-f]{32}/[0-9a-f]{64})\.(?P<group>[0-9]{1,4})(\.(?P<parent>[0-9a-f]{16}))?\.safetensors"
@@ -72,6 +73,7 @@ class DiskPages:
         self.damaged = self.failures = self.evictions = self.expired = 0
         self.error = ""
         self._index = DiskIndex()
+        self._lock = threading.Lock()
         self.adopt(identity)
         try:
             self._scan()
@@ -102,27 +104,23 @@ class DiskPages:
         entry = self._index.get(self._key(digest))
         return entry.sizes.get(group, 0) if entry is not None and entry.until > self.clock() else 0
 
-    def read(self, digest: bytes, group: int, until: float = 0.0) -> dict[str, Tensor] | None:
+    def read(self, digest: bytes, group: int, until: float = 0.0) -> PageRows | None:
         """The tensors of a page by name, on the host, and keep it until then; None, and no file any more, where it is
-        damaged or gone."""
+        damaged or gone. Several threads may read at once, while nothing else happens here."""
         key = self._key(digest)
         entry = self._index.get(key)
-        if entry is None or group not in entry.sizes:
+        size = entry.sizes.get(group) if entry is not None else None
+        if entry is None or size is None:
             return None
-        path = self.folder / _name(key, group, entry.parent)
         try:
-            content = _content(path, entry.sizes[group])
-        except FileNotFoundError:
-            self._lose(key, group)
-            return None
+            content, found = _content(f"{self.folder}/{_name(key, group, entry.parent)}", size)
         except OSError as error:
-            self._fail(error)
+            with self._lock:
+                self._lose(key, group) if isinstance(error, FileNotFoundError) else self._fail(error)
             return None
-        rows = _tensors(content, digest, path.name)
-        if rows is None:
-            self.discard(digest, group)
-            return None
-        self.touch([digest], until)
+        rows = unpack(content, found, digest)
+        with self._lock:
+            self.discard(digest, group) if rows is None else self.touch([digest], until)
         return rows
 
     def write(
@@ -142,7 +140,7 @@ class DiskPages:
             return
         try:
             self._make_home()
-            save_file(dict(rows), draft, {"sha256": _checksum(digest, rows)})
+            save_file(dict(rows), draft, {"sha256": checksum(digest, rows)})
             size = draft.stat().st_size
             if self._make_room(size - self._size(key, group), key, above):
                 entry = self._index.get(key)
@@ -306,37 +304,15 @@ def _name(key: str, group: int, parent: str) -> str:
     return f"{key}.{group}{'.' if parent else ''}{parent[33:49]}.safetensors"
 
 
-def _content(path: Path, size: int) -> Tensor:
-    """The bytes of a file, u8, one more than its size at most. Not mapped: a disk that fails would end the process."""
-    with path.open("rb", buffering=0) as file:
-        content = torch.empty(size + 1, dtype=torch.uint8)
-        count, view = 0, memoryview(content.numpy().data)
-        while count < len(view) and (more := file.readinto(view[count:])):
-            count += more
-    return content[:count]
-
-
-def _tensors(content: Tensor, digest: bytes, shown: str) -> dict[str, Tensor] | None:
-    """What a page's file holds, as views; None where it is damaged, or another page's."""
-    end = min(len(content), 8 + int.from_bytes(content[:8].numpy().tobytes(), "little"))
+def _content(path: str, size: int) -> tuple[Tensor, int]:
+    """A buffer that begins with the bytes of a file, u8, and how many, one more than `size` at most. Not mapped: a disk
+    that fails would end the process."""
+    content = torch.empty(rounded(size + 1), dtype=torch.uint8)
+    count, view = 0, memoryview(content.numpy().data)[: size + 1]
+    file = os.open(path, os.O_RDONLY)
     try:
-        header = parse_header(content[:end].numpy().tobytes(), len(content), shown)
-    except BadWeightFile:
-        return None
-    rows = {}
-    for name, entry in header.entries.items():
-        dtype = getattr(torch, FILE_DTYPES.get(entry.dtype, ""), None)
-        if dtype is None or entry.start % dtype.itemsize:
-            return None
-        rows[name] = content[entry.start : entry.end].view(dtype).reshape(entry.shape)
-    return rows if header.metadata.get("sha256") == _checksum(digest, rows) else None
-
-
-def _checksum(digest: bytes, rows: Mapping[str, Tensor]) -> str:
-    """Of the page's name and its tensors: names, types, shapes and bytes."""
-    sum_ = hashlib.sha256(digest)
-    for name in sorted(rows):
-        held = rows[name]
-        sum_.update(f"{name} {held.dtype} {list(held.shape)}\n".encode())
-        sum_.update(held.reshape(-1).view(torch.uint8).numpy().data)
-    return sum_.hexdigest()
+        while count <= size and (more := os.readv(file, [view[count:]])):
+            count += more
+    finally:
+        os.close(file)
+    return content, count

@@ -1,7 +1,8 @@
 """The thread that reads and writes the pages of a folder, so that no step waits for a disk.
 
 Reads go before everything else, since a request waits for them; writes, touches and deletions keep their order. Only
-this thread changes the folder and its index; others ask what is there. What waits to be written is bounded: a page that
+this thread changes the folder and its index, but for others that help it with a long reading and end with that; whoever
+else asks what is there. What waits to be written is bounded: a page that
 finds the queue full is not written, and counted. A page that waits is there already for whoever looks for it.
 
 A disk that fails is not tried again: from then on nothing is there and nothing is written, and `check` says so once, in
@@ -18,17 +19,22 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from deepinfer_compile.runtime.disk import DiskPages
+from deepinfer_compile.runtime.page_rows import PageRows
 
 QUEUED = 1 << 30
 """Bytes that may wait to be written; the page that crosses this is the last one taken."""
 EXIT_SECONDS = 5.0
 """How long the interpreter's exit waits for what is queued."""
+READERS = 4
+"""Threads that read the pages of a request, most of whose time is the system's and the checksum's."""
+FEW = 16
+"""Pages for which another thread is not worth its start."""
 HOUR = 3600.0
 SILENCE = 30.0
 """Seconds without a page after which a disk that is read counts as failed."""
@@ -49,7 +55,7 @@ class Reading:
     pages: Sequence[Page]
     size: int
     began: float
-    rows: dict[Page, dict[str, Tensor]] = field(default_factory=dict)
+    rows: dict[Page, PageRows] = field(default_factory=dict)
     done: bool = False
     dropped: bool = False
     seconds: float = 0.0
@@ -292,24 +298,41 @@ class DiskThread:
                     del self._waiting[page]
 
     def _read(self, reading: Reading, until: float) -> None:
+        """Read pages with several threads, which end before this does. Raises what went wrong in the first of them."""
+        left, faults = iter(list(reading.pages)), list[BaseException]()
+        helpers = [
+            threading.Thread(target=self._read_pages, args=(reading, left, faults, until), daemon=True)
+            for _ in range(min(READERS - 1, len(reading.pages) // FEW))
+        ]
         try:
-            for page in reading.pages:
-                if reading.dropped or self.off:
-                    break
-                self._read_page(reading, page, until)
-                reading.heard = time.perf_counter()
-                if self._disk.failures:
-                    break
+            for one in helpers:
+                one.start()
+            self._read_pages(reading, left, faults, until)
+            for one in helpers:
+                one.join()
         finally:
             reading.seconds = time.perf_counter() - reading.began
             reading.done = True
             self._news.put(None)
+        if faults:
+            raise faults[0]
+
+    def _read_pages(self, reading: Reading, left: Iterator[Page], faults: list[BaseException], until: float) -> None:
+        """Read what is left, which several threads share, until one of them fails."""
+        try:
+            for page in left:
+                if reading.dropped or self.off or faults or self._disk.failures:
+                    return
+                self._read_page(reading, page, until)
+                reading.heard = time.perf_counter()
+        except BaseException as error:
+            faults.append(error)
 
     def _read_page(self, reading: Reading, page: Page, until: float) -> None:
         with self._lock:
             waiting, gone = self._waiting.get(page), page[0] in self._gone
         if waiting is not None:
-            rows: dict[str, Tensor] | None = dict(waiting)
+            rows: PageRows | None = PageRows.of(waiting)
         else:
             rows = None if gone else self._disk.read(*page, until)
         with self._lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import Any, Protocol
 
@@ -20,7 +21,10 @@ from deepinfer_compile.runtime.batch import CacheGroup, Flight, StepInput
 from deepinfer_compile.runtime.drawing import Draw, Numbers
 from deepinfer_compile.runtime.kept import in_prompt, kept_inputs
 from deepinfer_compile.runtime.kernel_blocks import StepState
+from deepinfer_compile.runtime.page_rows import Form, PageRows
 
+STAGING = 16 << 20
+"""Bytes of pages that are copied into the caches together, about; they take as much room on the device."""
 Runner = Callable[[list[Any]], Sequence[Any]]
 """Takes a block's inputs in order, gives its outputs in order."""
 
@@ -156,6 +160,7 @@ class BundleExecutor:
         self.reads_hint = any("context_hint" in program.place for program in programs.values())
         self.groups = tuple(self._group(g, window) for g, window in enumerate(windows))
         self.allocated: dict[str, Tensor] = {}
+        self._staging: Tensor | None = None
 
     def _group(self, index: int, window: int) -> CacheGroup:
         caches = next(iter(self.programs.values())).caches
@@ -184,15 +189,35 @@ class BundleExecutor:
         """See `Executor`."""
         return {name: held[page].to("cpu", copy=True).contiguous() for name, held in self._caches(group).items()}
 
-    def write_page(self, group: int, page: int, rows: Mapping[str, Tensor]) -> bool:
+    def write_pages(self, group: int, pages: Sequence[int], rows: Sequence[PageRows]) -> int:
         """See `Executor`."""
-        caches = self._caches(group)
-        forms = {name: (held.dtype, held.shape[1:]) for name, held in caches.items()}
-        if {name: (held.dtype, held.shape) for name, held in rows.items()} != forms:
-            return False
-        for name, held in caches.items():
-            held[page].copy_(rows[name])
-        return True
+        caches, done = self._caches(group), 0
+        kinds = {name: (held.dtype, tuple(held.shape[1:])) for name, held in caches.items()}
+        for form, same in groupby(rows, key=lambda one: one.form):
+            if form.kinds != kinds:
+                break
+            contents = [one.content for one in same]
+            most = max(1, STAGING // contents[0].nbytes)
+            for first in range(0, len(contents), most):
+                batch = contents[first : first + most]
+                self._write(caches, form, pages[done : done + len(batch)], batch)
+                done += len(batch)
+        return done
+
+    def _write(self, caches: Mapping[str, Tensor], form: Form, pages: Sequence[int], contents: list[Tensor]) -> None:
+        """Put pages of one form into caches: a copy to the device, and one for each cache."""
+        count, size = len(contents), contents[0].nbytes
+        if self._staging is None or self._staging.nbytes < count * size:
+            pinned = self.device.type == "cuda"
+            self._staging = torch.empty(max(STAGING, count * size), dtype=torch.uint8, pin_memory=pinned)
+        staged = torch.stack(contents, out=self._staging[: count * size].view(count, size)).to(self.device)
+        places = torch.tensor(pages, device=self.device)
+        for one in form.places:
+            # of the widest type that fits, since copies go by elements
+            aligned = one.start % 8 == (one.end - one.start) % 8 == 0
+            unit = torch.int64 if aligned else torch.uint8
+            bytes_ = caches[one.name].view(len(caches[one.name]), -1).view(torch.uint8)
+            bytes_.view(unit).index_copy_(0, places, staged[:, one.start : one.end].view(unit))
 
     def choose(self, tokens: int, requests: int) -> str:
         """decode: one token a request. verify: few. prefill: more than the crossover between the attention forms."""

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,11 +36,10 @@ from numpy.typing import NDArray
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.kept import first_kept
 from deepinfer_compile.runtime.pages import Ints, Pages
-from deepinfer_compile.runtime.prefix_disk import DiskTier, Taken, digest_of
+from deepinfer_compile.runtime.prefix_disk import DiskTier, Taken
+from deepinfer_compile.runtime.prefix_keys import Asked, Key, digest_of, page_key, page_keys
 from deepinfer_compile.runtime.request import Request
 
-Key = tuple[bytes, int]
-"""What a page holds beside what its parents hold: 64 tokens, and the hint if it matters."""
 NEVER = 1 << 62
 """Full pages of a seat that has nothing to add to the tree."""
 
@@ -128,7 +128,7 @@ class PrefixCache:
         self._reads_hint, self._time_to_live = reads_hint, time_to_live
         self._stats = PrefixStats()
         self.disk = disk
-        self._asked: tuple[Request | None, int, list[Key]] = (None, 0, [])
+        self._asked: WeakKeyDictionary[Request, Asked] = WeakKeyDictionary()
         self._noted = np.zeros(seats, dtype=np.int64)
         for i, group in enumerate(self.groups):
             group.pool.lost = partial(self._evict, i)
@@ -147,6 +147,7 @@ class PrefixCache:
         root = self.disk.root if self.disk is not None else b""
         self.root = Node(None, (b"", 0), [-1] * len(self.groups), root)
         self.owners: list[dict[int, Node]] = [{} for _ in self.groups]
+        self._asked.clear()
         self._tip = [self.root] * len(self._noted)
         self._noted.fill(0)
 
@@ -186,12 +187,11 @@ class PrefixCache:
         begin = time.perf_counter()
         self._expire()
         nodes = self.walk(request)
-        usable, known = self.reach([[page >= 0 for page in node.pages] for node in nodes])
+        held = self.held(nodes)
+        usable, known = self.reach(held >= 0)
+        firsts = [group.first(usable * PAGE_SIZE) for group in self.groups]
+        pages = [held[first:usable, i].copy() for i, first in enumerate(firsts)]
         nodes = nodes[:usable]
-        pages = [
-            np.array([node.pages[i] for node in nodes[group.first(usable * PAGE_SIZE) :]], dtype=np.int32)
-            for i, group in enumerate(self.groups)
-        ]
         if request.timing is not None:
             request.timing.spent(time.perf_counter() - begin)
         return Hit(nodes, pages, known)
@@ -210,6 +210,7 @@ class PrefixCache:
     def join(self, seat: int, request: Request, hit: Hit | None) -> None:
         """Give a request that takes an empty seat the pages of a hit (None: it did not look for any)."""
         self._note_rows(request, hit)
+        self._asked.pop(request, None)
         if self.disk is not None:
             self.disk.drop(request)
         self._tip[seat], self._noted[seat] = self.root, 0
@@ -289,18 +290,17 @@ class PrefixCache:
                 if page >= 0:
                     self._drop(i, page)
 
-    def reach(self, there: list[list[bool]]) -> tuple[int, int]:
-        """How many pages a hit has, and how many the groups with whole contexts have. there: by page and group."""
-        held = [0] * len(self.groups)
-        known = usable = 0
-        for n, row in enumerate(there, 1):
-            held = [count + 1 if has else 0 for count, has in zip(held, row)]
-            fits = [count >= n - group.first(n * PAGE_SIZE) for count, group in zip(held, self.groups)]
-            if all(fits):
-                usable = n
-            if all(fit for fit, group in zip(fits, self.groups) if group.reach is None):
-                known = n
-        return usable, known
+    def reach(self, there: NDArray[np.bool_]) -> tuple[int, int]:
+        """How many pages a hit has, and how many the groups with whole contexts have. there: [pages, groups]."""
+        end = np.arange(1, len(there) + 1)
+        fits = np.empty_like(there)
+        for i, group in enumerate(self.groups):
+            held = end - np.maximum.accumulate(np.where(there[:, i], 0, end))
+            first = 0 if group.reach is None else np.maximum(end * PAGE_SIZE - group.reach, 0) // PAGE_SIZE
+            fits[:, i] = held >= end - first
+        whole = [group.reach is None for group in self.groups]
+        usable, known = (end[each.all(axis=1)].max(initial=0) for each in (fits, fits[:, whole]))
+        return int(usable), int(known)
 
     def child(self, node: Node, key: Key) -> Node:
         """The node of a page after another, made if there is none."""
@@ -310,33 +310,30 @@ class PrefixCache:
             found = node.children[key] = Node(node, key, [-1] * len(self.groups), digest)
         return found
 
-    def keys(self, request: Request) -> list[Key]:
-        """Of a request's full pages, its last token's not among them. A request that waits asks at every step."""
-        asked, length, keys = self._asked
-        if asked is not request or length != request.length:
-            keys = [self._key(request, page) for page in range((request.length - 1) // PAGE_SIZE)]
-            self._asked = request, request.length, keys
-        return keys
+    def asked(self, request: Request) -> Asked:
+        """The keys and names of a request's pages."""
+        found = self._asked.get(request)
+        if found is None or found.length != request.length:
+            found = self._asked[request] = Asked(request.length, page_keys(request, self._reads_hint))
+        return found
 
     def walk(self, request: Request) -> list[Node]:
         """The nodes of a request's full pages, its last token's not among them."""
         nodes: list[Node] = []
         node: Node | None = self.root
-        for key in self.keys(request):
+        for key in self.asked(request).keys:
             node = node.children.get(key) if node is not None else None
             if node is None:
                 break
             nodes.append(node)
         return nodes
 
+    def held(self, nodes: list[Node]) -> NDArray[np.int32]:
+        """The pages of nodes, [nodes, groups]."""
+        return np.array([node.pages for node in nodes], np.int32).reshape(len(nodes), len(self.groups))
+
     def _key(self, request: Request, page: int) -> Key:
-        """What a page holds, beside what its parents hold. The hint of a row is max(prompt, position + 1)."""
-        start, prompt = page * PAGE_SIZE, len(request.prompt)
-        tokens = request.prompt[start : start + PAGE_SIZE].tobytes()
-        if start + PAGE_SIZE > prompt:
-            answer = request.output_ids[max(start - prompt, 0) : start + PAGE_SIZE - prompt]
-            tokens += np.array(answer, dtype=np.int64).tobytes()
-        return tokens, max(prompt, start + 1) if self._reads_hint else 0
+        return page_key(request, page, self._reads_hint)
 
     def _add(self, seat: int, page: int, request: Request) -> bool:
         """Move a seat's tip to its next full page. Whether a page was exchanged."""

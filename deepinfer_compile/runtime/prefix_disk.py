@@ -13,13 +13,13 @@ was not: it would be of no use. What a request used is kept as long as its class
 
 from __future__ import annotations
 
-import hashlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -28,10 +28,12 @@ from torch import Tensor
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.disk import DiskPages
 from deepinfer_compile.runtime.disk_thread import DiskThread, Page, Reading
+from deepinfer_compile.runtime.page_rows import PageRows
 from deepinfer_compile.runtime.request import Request
 
 if TYPE_CHECKING:
-    from deepinfer_compile.runtime.prefix import Key, Node, PrefixCache, PrefixStats
+    from deepinfer_compile.runtime.prefix import Node, PrefixCache, PrefixStats
+    from deepinfer_compile.runtime.prefix_keys import Key
 
 COPIED = 64 << 20
 """Bytes of ended requests that each step copies for the disk, about, while there are other requests."""
@@ -48,7 +50,7 @@ class Rows(Protocol):
 
     def read_page(self, group: int, page: int) -> dict[str, Tensor]: ...
 
-    def write_page(self, group: int, page: int, rows: Mapping[str, Tensor]) -> bool: ...
+    def write_pages(self, group: int, pages: Sequence[int], rows: Sequence[PageRows]) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class DiskTier:
 
     def _usable(self, tree: PrefixCache, request: Request) -> int:
         """Pages of the hit that the pools make."""
-        return tree.reach([[page >= 0 for page in node.pages] for node in tree.walk(request)])[0]
+        return tree.reach(tree.held(tree.walk(request)) >= 0)[0]
 
     def _lacking(self, tree: PrefixCache, request: Request, came: Container[Page]) -> list[Page]:
         """What of a longer hit is on disk, beside what came from there."""
@@ -238,27 +240,29 @@ class DiskTier:
         self, tree: PrefixCache, request: Request, has: Callable[[Page], bool]
     ) -> tuple[list[Key], list[dict[int, Page]]]:
         """The keys of a longer hit with pages that another place has, and per group those pages by number."""
-        nodes, keys = tree.walk(request), tree.keys(request)
-        there = [[page >= 0 for page in node.pages] for node in nodes]
-        there += [[False] * len(tree.groups)] * (len(keys) - len(nodes))
-        found, digests, digest = [], [], self.root
-        for key, row in zip(keys, there):
-            digest = digest_of(digest, key)
-            digests.append(digest)
-            found.append([held or has((digest, i)) for i, held in enumerate(row)])
+        nodes, asked = tree.walk(request), tree.asked(request)
+        keys, none = asked.keys, [dict[int, Page]() for _ in tree.groups]
+        there = np.zeros((len(keys), len(tree.groups)), bool)
+        there[: len(nodes)] = tree.held(nodes) >= 0
+        known = tree.reach(there)[0]
+        if known == len(keys):
+            return [], none
+        names, found = asked.names([node.digest for node in nodes], self.root), there.copy()
+        for page, i in np.argwhere(~there).tolist():
+            found[page, i] = has((names[page], i))
+            if not found[page, i] and tree.groups[i].reach is None:
+                break  # no hit is longer
         usable = tree.reach(found)[0]
-        if usable <= tree.reach(there)[0]:
-            return [], [{} for _ in tree.groups]
-        return keys[:usable], [
-            {page: (digests[page], i) for page in range(group.first(usable * PAGE_SIZE), usable) if not there[page][i]}
-            for i, group in enumerate(tree.groups)
-        ]
+        if usable <= known:
+            return [], none
+        firsts = [group.first(usable * PAGE_SIZE) for group in tree.groups]
+        lacking = [(first + np.flatnonzero(~there[first:usable, i])).tolist() for i, first in enumerate(firsts)]
+        return keys[:usable], [{page: (names[page], i) for page in pages} for i, pages in enumerate(lacking)]
 
-    def _install(self, tree: PrefixCache, request: Request, came: dict[Page, dict[str, Tensor]]) -> bool:
+    def _install(self, tree: PrefixCache, request: Request, came: dict[Page, PageRows]) -> bool:
         """Put what came into the pools; False if a page turned out to be of no use, and is there no more."""
         keys, wanted = self._missing(tree, request, came.__contains__)
-        nodes = tree.walk(request)
-        held = [np.array([n.pages[i] for n in nodes if n.pages[i] >= 0], np.int32) for i in range(len(tree.groups))]
+        held = [pages[pages >= 0] for pages in tree.held(tree.walk(request)).T]
         for group, pages in zip(tree.groups, held):
             group.pool.share(pages)
         fits = all(len(missing) <= group.pool.free for group, missing in zip(tree.groups, wanted))
@@ -272,42 +276,36 @@ class DiskTier:
         tree: PrefixCache,
         keys: list[Key],
         wanted: list[dict[int, Page]],
-        came: dict[Page, dict[str, Tensor]],
+        came: dict[Page, PageRows],
         sizes: dict[Page, int],
     ) -> bool:
-        """Fill the wanted pages of each group, which are idle afterwards, and note their sizes; False at the first that
-        fails.
+        """Fill the wanted pages of each group, which are idle afterwards, and note their sizes. Where one is of no use,
+        it is there no more, those from its number on are not taken, and this is False.
 
         All are taken before a node is made: to take one may prune nodes that no page or request keeps in the tree.
         """
         taken = [group.pool.take(len(pages)) for group, pages in zip(tree.groups, wanted)]
-        left = [iter(pages.tolist()) for pages in taken]
-        node, whole = tree.root, True
-        for number, key in enumerate(keys):
+        places = [dict(zip(pages, each.tolist())) for pages, each in zip(wanted, taken)]
+        end, bad = len(keys), list[Page]()
+        for i, pages in enumerate(wanted):
+            count = self._rows.write_pages(i, list(places[i].values()), [came[page] for page in pages.values()])
+            number = next(islice(pages, count, None), end)
+            if number < end:
+                end, bad = number, [pages[number]]
+        node = tree.root
+        for number, key in enumerate(keys[:end]):
             node = tree.child(node, key)
-            for i in range(len(tree.groups)):
-                page = wanted[i].get(number)
-                whole = whole and (page is None or self._fill_page(tree, node, page, next(left[i]), came))
-                if whole and page is not None:
-                    sizes[page] = sum(held.nbytes for held in came[page].values())
-            if not whole:
-                break
-        for group, pages in zip(tree.groups, taken):
-            group.pool.give(pages)
+            for i, page in [(i, pages[number]) for i, pages in enumerate(wanted) if number in pages]:
+                tree.own(node, i, places[i][number])
+                sizes[page] = came[page].nbytes
+                self._restored += 1
+        for group, each in zip(tree.groups, taken):
+            group.pool.give(each)
         tree.prune(node)
-        return whole
-
-    def _fill_page(
-        self, tree: PrefixCache, node: Node, page: Page, place: int, came: dict[Page, dict[str, Tensor]]
-    ) -> bool:
-        """Put a node's page of one group into a place of the pool; False where it is of no use, and there no more."""
-        if not self._rows.write_page(page[1], place, came[page]):
+        for page in bad:
             del came[page]
             self.work.discard(*page)
-            return False
-        tree.own(node, page[1], place)
-        self._restored += 1
-        return True
+        return not bad
 
 
 def _path(node: Node) -> list[Node]:
@@ -317,9 +315,3 @@ def _path(node: Node) -> list[Node]:
         found.append(node)
         node = node.parent
     return found[::-1]
-
-
-def digest_of(parent: bytes, key: Key) -> bytes:
-    """The name of a page on disk: a hash of what it holds and of the name of the page before."""
-    tokens, hint = key
-    return hashlib.sha256(parent + tokens + hint.to_bytes(8, "little")).digest()

@@ -48,7 +48,8 @@ def logits_of(states, vocab: int = VOCAB) -> np.ndarray:
 
 
 class HashExecutor:
-    """The model behind tables; `steps` holds (requests, tokens) of each step. hint: whether it reads context hints."""
+    """The model behind tables; `steps` holds (requests, tokens) of each step, `writes` (group, pages) of each call that
+    wrote some. hint: whether it reads context hints."""
 
     draw, identity, keep = None, "hash", 0
 
@@ -56,6 +57,7 @@ class HashExecutor:
         self.groups, self.vocab_size, self.max_model_len = tuple(groups), vocab, max_model_len
         self.reads_hint = hint
         self.steps: list[tuple[int, int]] = []
+        self.writes: list[tuple[int, int]] = []
         self.fail: Exception | None = None
         self.poison: int | None = None
 
@@ -95,9 +97,11 @@ class HashExecutor:
     def read_page(self, group: int, page: int) -> dict[str, torch.Tensor]:
         return {"rows": torch.from_numpy(self.caches[group][page].view(np.int64).copy())}
 
-    def write_page(self, group: int, page: int, rows) -> bool:
-        self.caches[group][page] = rows["rows"].numpy().view(np.uint64)
-        return True
+    def write_pages(self, group: int, pages, rows) -> int:
+        self.writes.append((group, len(pages)))
+        for page, one in zip(pages, rows, strict=True):
+            self.caches[group][page] = one["rows"].numpy().view(np.uint64)
+        return len(pages)
 
     @staticmethod
     def _seen(cache, table, group: CacheGroup, length: int, new: int, column: int) -> np.ndarray:

@@ -1,0 +1,151 @@
+"""The rows of a page as the bytes of its file, so that many pages go to the caches in a few copies.
+
+A page has a tensor for every cache of its group, often dozens. Views of each, for each page, would take longer than the
+disk does; so what is read stays one run of bytes, with a form that says where the tensors are, and pages of one form
+are copied together. Views are made only for who asks for them. Nearly all pages have the same form, so headers are
+parsed once: they differ only in the checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from deepinfer_compile.bundle.safetensors_io import FILE_DTYPES, parse_header
+from deepinfer_compile.errors import BadWeightFile
+
+ALIGN = 64
+_SUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+_BLANK = b"0" * 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor of a page: bytes start..end."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """Where the tensors of a page are, by name."""
+
+    places: tuple[Place, ...]
+
+    @cached_property
+    def kinds(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of each tensor."""
+        return {one.name: (one.dtype, one.shape) for one in self.places}
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(one.end - one.start for one in self.places)
+
+    @cached_property
+    def titles(self) -> list[tuple[bytes, int, int]]:
+        """What a checksum reads before each tensor, and where that is."""
+        return [(_title(one.name, one.dtype, one.shape), one.start, one.end) for one in self.places]
+
+
+@dataclass(frozen=True)
+class PageRows(Mapping[str, Tensor]):
+    """The tensors of a page on the host. content: u8, longer than they are, in multiples of ALIGN."""
+
+    form: Form
+    content: Tensor
+
+    def __getitem__(self, name: str) -> Tensor:
+        for one in self.form.places:
+            if one.name == name:
+                return self.content[one.start : one.end].view(one.dtype).reshape(one.shape)
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([one.name for one in self.form.places])
+
+    def __len__(self) -> int:
+        return len(self.form.places)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return self.form.nbytes
+
+    @classmethod
+    def of(cls, rows: Mapping[str, Tensor]) -> PageRows:
+        """A copy of tensors on the host."""
+        places, end = [], 0
+        for name in sorted(rows):
+            start = rounded(end)
+            end = start + rows[name].nbytes
+            places.append(Place(name, rows[name].dtype, tuple(rows[name].shape), start, end))
+        made = cls(Form(tuple(places)), torch.empty(rounded(end), dtype=torch.uint8))
+        for name, held in rows.items():
+            made[name].copy_(held)
+        return made
+
+
+def rounded(size: int) -> int:
+    """The next multiple of ALIGN."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def unpack(content: Tensor, size: int, digest: bytes) -> PageRows | None:
+    """What the first `size` bytes of a buffer hold, the file of a page; None where it is damaged, or another page's."""
+    view = memoryview(content.numpy().data)
+    head = bytes(view[: min(size, 8 + int.from_bytes(view[:8], "little"))]) if size >= 8 else b""
+    found = _SUM.search(head)
+    if found is None:
+        return None
+    start, end = found.span(1)
+    form = _form(head[:start] + _BLANK + head[end:], size)
+    if form is None:
+        return None
+    sum_ = hashlib.sha256(digest)
+    for title, first, last in form.titles:
+        sum_.update(title)
+        sum_.update(view[first:last])
+    return PageRows(form, content) if sum_.hexdigest().encode() == found[1] else None
+
+
+def checksum(digest: bytes, rows: Mapping[str, Tensor]) -> str:
+    """Of a page's name and its contiguous tensors: names, types, shapes and bytes."""
+    sum_ = hashlib.sha256(digest)
+    for name in sorted(rows):
+        held = rows[name]
+        sum_.update(_title(name, held.dtype, tuple(held.shape)))
+        sum_.update(held.reshape(-1).view(torch.uint8).numpy().data)
+    return sum_.hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _form(head: bytes, size: int) -> Form | None:
+    """What the header of a file of so many bytes says, in which the checksum is blank; None where it is damaged."""
+    try:
+        header = parse_header(head, size, "")
+    except BadWeightFile:
+        return None
+    if header.metadata.get("sha256") != _BLANK.decode():
+        return None
+    places = []
+    for name, one in sorted(header.entries.items()):
+        dtype = getattr(torch, FILE_DTYPES.get(one.dtype, ""), None)
+        if dtype is None or one.start % dtype.itemsize:
+            return None
+        places.append(Place(name, dtype, one.shape, one.start, one.end))
+    return Form(tuple(places))
+
+
+def _title(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    return f"{name} {dtype} {list(shape)}\n".encode()
