@@ -266,7 +266,7 @@ class DiskTier:
         for group, pages in zip(tree.groups, held):
             group.pool.share(pages)
         fits = all(len(missing) <= group.pool.free for group, missing in zip(tree.groups, wanted))
-        done = not fits or self._fill(tree, keys, wanted, came, self._settled[request].sizes)
+        done = not keys or not fits or self._fill(tree, keys, wanted, came, self._settled[request].sizes)
         for group, pages in zip(tree.groups, held):
             group.pool.give(pages)
         return done

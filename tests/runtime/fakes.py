@@ -99,7 +99,9 @@ class HashExecutor:
 
     def write_pages(self, group: int, pages, rows) -> int:
         self.writes.append((group, len(pages)))
-        for page, one in zip(pages, rows, strict=True):
+        for done, (page, one) in enumerate(zip(pages, rows, strict=True)):
+            if one["rows"].shape != self.caches[group][page].shape:
+                return done
             self.caches[group][page] = one["rows"].numpy().view(np.uint64)
         return len(pages)
 

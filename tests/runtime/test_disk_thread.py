@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
 from deepinfer_compile.runtime.disk import DiskPages
-from deepinfer_compile.runtime.disk_thread import DiskThread
+from deepinfer_compile.runtime.disk_thread import FEW, READERS, DiskThread
 from tests.runtime.conftest import Slow
 
 NAME, LATER = b"n" * 32, 1e11
@@ -66,6 +67,78 @@ def test_close_keeps_to_its_limit_and_may_come_again(tmp_path):
     assert not work.has(NAME, 0)
     assert (len(disk), work.queued) == (1, 0)
     assert DiskThread(disk).close(0)
+
+
+class Together(DiskPages):
+    """Reads return when so many threads are in them."""
+
+    def read(self, *args):
+        self.meeting.wait(60)
+        return super().read(*args)
+
+
+def many(folder, kind, count: int):
+    """A thread over a folder of `count` pages, and those pages."""
+    disk = kind(folder, "m", 10**8)
+    names = [i.to_bytes(32, "big") for i in range(count)]
+    for i, one in enumerate(names):
+        disk.write(one, 0, rows(i))
+    return DiskThread(disk), [(one, 0) for one in names]
+
+
+def ended(work: DiskThread, reading) -> None:
+    assert work.flush(60)
+    assert reading.done
+    assert [one.name for one in threading.enumerate()].count("prefix cache on disk") <= 1
+
+
+def test_several_threads_read_many_pages(tmp_path):
+    work, pages = many(tmp_path, Together, READERS * FEW)
+    work._disk.meeting = threading.Barrier(READERS)
+    reading = work.read(pages, 0.0)
+    ended(work, reading)
+    assert sorted(reading.rows) == pages
+    for i, page in enumerate(pages):
+        assert torch.equal(reading.rows[page]["a"], rows(i)["a"])
+    work._disk.meeting = threading.Barrier(1)
+    few = work.read(pages[: FEW - 1], 0.0)
+    ended(work, few)
+    assert sorted(few.rows) == pages[: FEW - 1]
+    assert work.close(60)
+
+
+class Faulty(DiskPages):
+    def read(self, digest, *args):
+        if digest in self.wrong:
+            raise ZeroDivisionError("a mistake")
+        return super().read(digest, *args)
+
+
+@pytest.mark.parametrize("wrong", [[0], [40], range(64)])
+def test_a_mistake_in_any_of_the_threads_is_raised_once(wrong, tmp_path):
+    work, pages = many(tmp_path, Faulty, 64)
+    work._disk.wrong = {pages[i][0] for i in wrong}
+    reading = work.read(pages, 0.0)
+    ended(work, reading)
+    assert not {pages[i] for i in wrong} & set(reading.rows)
+    with pytest.raises(ZeroDivisionError, match="a mistake"):
+        work.check()
+    work.check()
+    assert work.off
+    assert work.close(60)
+
+
+def test_a_reading_that_is_dropped_ends_in_all_threads(tmp_path):
+    work, pages = many(tmp_path, Slow, 64)
+    work._disk.reads.clear()
+    work._disk.entered.clear()
+    reading = work.read(pages, 0.0)
+    assert work._disk.entered.wait(60)
+    work.drop(reading)
+    work._disk.reads.set()
+    ended(work, reading)
+    assert len(reading.rows) <= READERS
+    assert work.close(60)
 
 
 EXIT = """

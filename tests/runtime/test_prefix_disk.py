@@ -98,6 +98,52 @@ def test_a_damaged_page_is_a_miss(damage, at, tmp_path):
     assert run(engine((FULL,), prefix_cache_folder=tmp_path), ids(330))[0].cached == 320
 
 
+LONG = 40 * PAGE_SIZE + 9
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WIDE), (WIDE, FULL, NARROW)])
+def test_pages_from_disk_are_copied_together(groups, tmp_path):
+    run(engine(groups, limit=4096, prefix_cache_folder=tmp_path), ids(LONG))
+    target = engine(groups, limit=4096, prefix_cache_folder=tmp_path)
+    (request,) = run(target, ids(LONG))
+    assert request.cached == 40 * PAGE_SIZE
+    counts = {FULL: 40, WIDE: 3, NARROW: 1}
+    assert target._executor.writes == [(i, counts[group]) for i, group in enumerate(groups)]
+    assert target.prefix_stats.restored == sum(counts[group] for group in groups)
+    assert_right(request, target)
+
+
+@pytest.mark.parametrize("damage", ["flip", "form"])
+@pytest.mark.parametrize("at", [[1], [20], [39], [30, 17]])
+def test_damage_amid_many_pages_is_a_miss_from_there_on(damage, at, tmp_path):
+    first = engine((FULL,), limit=4096, prefix_cache_folder=tmp_path)
+    run(first, ids(LONG))
+    node, chain = first.scheduler.prefix.root, []
+    while node.children:
+        (node,) = node.children.values()
+        chain.append(node.digest)
+    target = engine((FULL,), limit=4096, prefix_cache_folder=tmp_path)
+    disk = DiskPages(tmp_path, "hash", 10**9)
+    for page in at:
+        if damage == "form":
+            disk.write(chain[page], 0, {"rows": torch.zeros(128, dtype=torch.int64)}, chain[page - 1])
+            continue
+        (path,) = tmp_path.glob(f"*/{chain[page].hex()}.0.*safetensors")
+        content = bytearray(path.read_bytes())
+        content[-100] ^= 4
+        path.write_bytes(content)
+    (request,) = run(target, ids(LONG))
+    whole = min(at)
+    assert request.cached == whole * PAGE_SIZE
+    assert target.prefix_stats.restored == whole
+    assert 1 <= target.prefix_stats.damaged <= len(at)
+    assert target._executor.writes == [(0, 40 if damage == "form" else whole)]
+    assert_right(request, target)
+    # what follows was written anew when the request ended
+    (again,) = run(engine((FULL,), limit=4096, prefix_cache_folder=tmp_path), ids(LONG))
+    assert again.cached == 40 * PAGE_SIZE
+
+
 def test_another_model_finds_nothing(tmp_path):
     run(engine(prefix_cache_folder=tmp_path), ids(200))
     executor = HashExecutor(hint=False)
