@@ -114,14 +114,21 @@ class DiskPages:
             return None
         try:
             content, found = _content(f"{self.folder}/{_name(key, group, entry.parent)}", size)
+        except FileNotFoundError:
+            with self._lock:
+                self._lose(key, group)
+            return None
         except OSError as error:
             with self._lock:
-                self._lose(key, group) if isinstance(error, FileNotFoundError) else self._fail(error)
+                self._fail(error)
             return None
         rows = unpack(content, found, digest)
+        if rows is not None:
+            self.touch([digest], until)
+            return rows
         with self._lock:
-            self.discard(digest, group) if rows is None else self.touch([digest], until)
-        return rows
+            self.discard(digest, group)
+        return None
 
     def write(
         self, digest: bytes, group: int, rows: Mapping[str, Tensor], parent: bytes = b"", until: float | None = None
@@ -156,11 +163,12 @@ class DiskPages:
         """Pages are used now, and kept until then if not longer. Those that are not there are left out."""
         for digest in digests:
             key = self._key(digest)
-            entry = self._index.get(key)
-            if entry is None:
-                continue
-            kept = self._index.touch(key, until)
-            for group in entry.sizes:
+            with self._lock:
+                entry = self._index.get(key)
+                if entry is None:
+                    continue
+                kept = self._index.touch(key, until)
+            for group in list(entry.sizes):
                 with suppress(OSError):  # times are for other processes, which then delete it earlier
                     self._date(self.folder / _name(key, group, entry.parent), kept)
 

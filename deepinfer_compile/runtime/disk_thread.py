@@ -1,8 +1,8 @@
-"""The thread that reads and writes the pages of a folder, so that no step waits for a disk.
+"""The threads that read and write the pages of a folder, so that no step waits for a disk.
 
 Reads go before everything else, since a request waits for them; writes, touches and deletions keep their order. Only
-this thread changes the folder and its index, but for others that help it with a long reading and end with that; whoever
-else asks what is there. What waits to be written is bounded: a page that
+one thread changes the folder and its index, but for others that help it with a long reading and end with that; all
+others ask what is there. What waits to be written is bounded: a page that
 finds the queue full is not written, and counted. A page that waits is there already for whoever looks for it.
 
 A disk that fails is not tried again: from then on nothing is there and nothing is written, and `check` says so once, in

@@ -23,7 +23,7 @@ from deepinfer_compile.runtime.kept import in_prompt, kept_inputs
 from deepinfer_compile.runtime.kernel_blocks import StepState
 from deepinfer_compile.runtime.page_rows import Form, PageRows
 
-STAGING = 16 << 20
+STAGING = 8 << 20
 """Bytes of pages that are copied into the caches together, about; they take as much room on the device."""
 Runner = Callable[[list[Any]], Sequence[Any]]
 """Takes a block's inputs in order, gives its outputs in order."""

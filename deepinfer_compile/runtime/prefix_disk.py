@@ -1,8 +1,9 @@
 """What of the tree of cached pages is on disk: which are written when a request ends, and which a new one gets back.
 
-Pages that a request needs are read from the moment it is queued, by a thread (`disk_thread.py`), and it waits for them
-when it would start; meanwhile others run, and start. Then they go into the pools, where they are as idle as if they had
-been there all along, and the request looks for its hit. What waits in memory to go there is bounded, but for one
+Pages that a request needs are read from the moment it is queued, by threads (`disk_thread.py`), and it waits for them
+when it would start; meanwhile others run, and start. Then they go into the pools, all of a group in one call since a
+copy for each page and cache would take longer than the disk, and they are as idle there as if they had been there all
+along, and the request looks for its hit. What waits in memory to go there is bounded, but for one
 request. Copies between the pools and the host are made by the thread that runs the steps, since only it knows who holds
 a page; what a long request leaves behind is copied over several steps, since others wait for them.
 
