@@ -2,8 +2,8 @@
 
 Reads go before everything else, since a request waits for them; writes, touches and deletions keep their order. Only
 one thread changes the folder and its index, but for others that help it with a long reading and end with that; all
-others ask what is there. What waits to be written is bounded: a page that
-finds the queue full is not written, and counted. A page that waits is there already for whoever looks for it.
+others ask what is there. What waits to be written is bounded: a page that finds the queue full is not written, and
+counted. A page that waits is there already for whoever looks for it.
 
 A disk that fails is not tried again: from then on nothing is there and nothing is written, and `check` says so once, in
 the thread that runs the steps. The thread ends with its owner, with `close`, or with the interpreter, which waits a
@@ -300,14 +300,15 @@ class DiskThread:
     def _read(self, reading: Reading, until: float) -> None:
         """Read pages with several threads, which end before this does. Raises what went wrong in the first of them."""
         left, faults = iter(list(reading.pages)), list[BaseException]()
+        given = reading, left, faults, until
         helpers = [
-            threading.Thread(target=self._read_pages, args=(reading, left, faults, until), daemon=True)
+            threading.Thread(target=self._read_pages, args=given, name="reads for the prefix cache", daemon=True)
             for _ in range(min(READERS - 1, len(reading.pages) // FEW))
         ]
         try:
             for one in helpers:
                 one.start()
-            self._read_pages(reading, left, faults, until)
+            self._read_pages(*given)
             for one in helpers:
                 one.join()
         finally:
