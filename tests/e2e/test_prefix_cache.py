@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import deepinfer_compile as dc
-from deepinfer_compile.runtime import loading
+from deepinfer_compile.runtime import bundled
 from tests import models
 from tests.e2e.parity import eager_tokens, prompts
 
@@ -161,7 +161,7 @@ def test_weights_that_come_back_find_their_rows_on_disk(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(loading, "reload_into", stop)
+    monkeypatch.setattr(bundled, "reload_into", stop)
     with pytest.raises(KeyboardInterrupt):
         llm.reload(tmp_path / "old")
     assert ask(llm, given)[2] == [0]  # weights may be of both
