@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from deepinfer_compile.runtime.outputs import CompletionOutput as CompletionOutput
     from deepinfer_compile.runtime.outputs import RequestOutput as RequestOutput
     from deepinfer_compile.runtime.params import SamplingParams as SamplingParams
+    from deepinfer_compile.runtime.rebalance import ExpertStats as ExpertStats
+    from deepinfer_compile.runtime.rebalance import Rebalance as Rebalance
     from deepinfer_compile.settings import BuildSettings as BuildSettings
     from deepinfer_compile.settings import ExpertPlan as ExpertPlan
 
@@ -26,6 +28,8 @@ _PUBLIC = {
     "load": "runtime.loading",
     "LLM": "runtime.llm",
     "SamplingParams": "runtime.params",
+    "Rebalance": "runtime.rebalance",
+    "ExpertStats": "runtime.rebalance",
     "RequestOutput": "runtime.outputs",
     "CompletionOutput": "runtime.outputs",
     "BuildSettings": "settings",
@@ -38,6 +42,8 @@ __all__ = [
     "CompileError",
     "CompletionOutput",
     "ExpertPlan",
+    "ExpertStats",
+    "Rebalance",
     "RequestOutput",
     "SamplingParams",
     "__version__",

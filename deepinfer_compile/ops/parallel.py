@@ -40,17 +40,27 @@ class Peers(Protocol):
         ...
 
 
+class Choices(Protocol):
+    """What sees the choices of a step before rows are sent, a layer at a time."""
+
+    def sent(self, ids: Tensor) -> Tensor:
+        """The ids [T, k] that are to be sent: those given, -1 in place of some."""
+        ...
+
+
 _peers: ContextVar[Peers | None] = ContextVar("peers", default=None)
+_choices: ContextVar[Choices | None] = ContextVar("choices", default=None)
 
 
 @contextmanager
-def joined(peers: Peers | None) -> Iterator[None]:
-    """Let the operations called inside reach other ranks through `peers`."""
-    token = _peers.set(peers)
+def joined(peers: Peers | None, choices: Choices | None = None) -> Iterator[None]:
+    """Let the operations called inside reach other ranks through `peers`, and show what they send to `choices`."""
+    tokens = _peers.set(peers), _choices.set(choices)
     try:
         yield
     finally:
-        _peers.reset(token)
+        _peers.reset(tokens[0])
+        _choices.reset(tokens[1])
 
 
 def _exchange(rows: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
@@ -92,7 +102,8 @@ def _dispatch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if form not in FORMS:
         raise ValueError(f"no dispatch of form {form!r}")
-    slot = chosen_slots(ids, slots, counts, rank)
+    choices = _choices.get()
+    slot = chosen_slots(ids if choices is None else choices.sent(ids), slots, counts, rank)
     first = _first_of_equal(slot)
     goes = (slot >= 0) & (first == torch.arange(slot.shape[1], device=slot.device))
     to = torch.searchsorted(offsets, slot, right=True) - 1

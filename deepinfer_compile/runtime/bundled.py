@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from deepinfer_compile.bundle import BundleFiles, Checkpoint, reload_into
+from deepinfer_compile.bundle import BundleFiles, Checkpoint, WeightFiles, reload_into
 from deepinfer_compile.errors import BadOption, BadRequest, CompileError
 from deepinfer_compile.runtime.call import Call
 from deepinfer_compile.runtime.driver import Driver
@@ -25,6 +25,7 @@ from deepinfer_compile.runtime.stops import TextCodec
 
 if TYPE_CHECKING:
     from deepinfer_compile.eplb.placement import Ints, Placement
+    from deepinfer_compile.runtime.rebalance import ExpertStats, Rebalance
 
 
 class BundleLLM(LLM):
@@ -73,7 +74,8 @@ class BundleLLM(LLM):
         return _SpreadStream(self._driver, call, self._codec, self.ranks)
 
     def place(self, placement: Placement | Ints) -> None:
-        """Put other experts in the slots: their weights are read again, in place, and the programs get other tables.
+        """Put other experts in the slots: weights of those that change are read, in place, and the programs get other
+        tables.
 
         All ranks call it at the same time with the same placement, as `load` takes it. Weights come from where this
         bundle was loaded from. Raises BadOption, BadRequest, RankLost.
@@ -84,12 +86,23 @@ class BundleLLM(LLM):
         with self.ranks.call():
             old = self.ranks.spread
             spread = Spread.of(old.section, old.ranks, placement)
-            # what this process has mapped holds the slots, so the experts are read from another mapping
-            source = self.files.weights(self.checkpoint)
-            with self.ranks.whole("placing experts"):
-                for name, layer in self.parts.items():
-                    self.weights[name].copy_(source.rows(name, spread.experts_of(layer)))
-                self.ranks.use(spread)
+            _Mover(self, self.ranks)(spread)
+
+    def balance(self, options: Rebalance) -> None:
+        """Place experts anew from now on, when their load asks for it; the same on all ranks. Raises MissingExtra."""
+        from deepinfer_compile.runtime.rebalance import Balancer
+
+        ranks = self.ranks
+        assert ranks is not None
+        ranks.balancer = Balancer(options, ranks.tally, lambda: ranks.spread, _Mover(self, ranks))
+
+    @property
+    def expert_stats(self) -> ExpertStats:
+        """What rebalancing of experts did so far; nothing where it was not asked for."""
+        from deepinfer_compile.runtime.rebalance import ExpertStats
+
+        balancer = self.ranks.balancer if self.ranks is not None else None
+        return balancer.stats if balancer is not None else ExpertStats()
 
     def reload(self, checkpoint: str | Path) -> None:
         """Take the weights of another checkpoint of the same model, in place; on any error none is changed.
@@ -112,6 +125,38 @@ class BundleLLM(LLM):
             self.engine.forget_prefixes(secrets.token_hex(16))  # weights of both are no model's
             raise
         self.engine.forget_prefixes(identity)
+
+
+class _Mover:
+    """Puts placements in force between two steps. What this process has mapped holds the slots, so experts are read
+    from another mapping of the files."""
+
+    def __init__(self, llm: BundleLLM, ranks: SpreadExecutor) -> None:
+        self._source: WeightFiles = llm.files.weights(llm.checkpoint)
+        self._weights, self._parts, self._ranks = llm.weights, llm.parts, ranks
+
+    def __call__(self, spread: Spread) -> tuple[int, int]:
+        """Slots of this rank whose expert is another one, and the bytes of their weights."""
+        slots = size = 0
+        with self._ranks.whole("placing experts"):
+            for layer in range(spread.section["layers"]):
+                moved = self._layer(layer, spread.experts_of(layer))
+                slots, size = slots + moved[0], size + moved[1]
+            self._ranks.use(spread)
+        return slots, size
+
+    def _layer(self, layer: int, experts: list[int]) -> tuple[int, int]:
+        """All weights of a layer are there before the first is changed."""
+        was = self._ranks.spread.experts_of(layer)
+        places = [place for place, expert in enumerate(experts) if expert != was[place]]
+        if not places:
+            return 0, 0
+        names = [name for name, of in self._parts.items() if of == layer]
+        rows = {name: self._source.rows(name, [experts[place] for place in places]) for name in names}
+        for name, held in rows.items():
+            self._weights[name].index_copy_(0, torch.tensor(places), held)
+        filled = sum(experts[place] >= 0 for place in places)
+        return filled, filled * sum(held[0].nbytes for held in rows.values())
 
 
 class _SpreadStream(Stream):

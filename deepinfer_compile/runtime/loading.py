@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from deepinfer_compile.eplb.placement import Ints, Placement
+    from deepinfer_compile.runtime.rebalance import Rebalance
 
 ISA_FLAGS = {
     "x86-64-v3": ("avx2", "fma", "bmi2", "f16c"),
@@ -60,6 +61,7 @@ def load(
     checkpoint: str | Path | None = None,
     group: ProcessGroup | None = None,
     placement: Placement | Ints | None = None,
+    rebalance: Rebalance | None = None,
 ) -> BundleLLM:
     """Open a bundle and make it ready to generate.
 
@@ -72,6 +74,7 @@ def load(
     request (`SamplingParams.retention`); a week for "chat", three days for "agent".
     group: the ranks of a bundle whose experts are spread; by default those that torchrun started. placement: the
     expert in each slot, alike on all ranks: of `rebalance`, or [layers, slots], -1 for none; by default in order.
+    rebalance: when they are placed anew by the load of experts, between steps (`expert_stats`); by default never.
     Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, WrongTarget, WeightMismatch, OutOfMemory, BadOption.
     """
     if not 0 < memory_fraction <= 1:
@@ -81,7 +84,7 @@ def load(
     built = int(files.manifest.model["max_model_len"])
     if max_model_len is not None and not 0 < max_model_len <= built:
         raise ContextTooLong(request="load", needed=max_model_len, limit=built, built=built)
-    spread = _spread(files, group, placement)
+    spread = _spread(files, group, placement, rebalance)
     executor, weights = open_executor(files, target, native, Path(checkpoint) if checkpoint else None, stored, spread)
     llm = BundleLLM(
         executor,
@@ -100,6 +103,8 @@ def load(
     llm.ranks = executor if isinstance(executor, SpreadExecutor) else None
     llm.files, llm.weights, llm.variant = files, weights, _variant_text(files, target, native)
     llm.checkpoint, llm.parts = Path(checkpoint) if checkpoint else None, _parts(stored)
+    if rebalance is not None:
+        llm.balance(rebalance)
     return llm
 
 
@@ -219,13 +224,13 @@ def _refuse_device(name: str, variants: Mapping[str, Mapping[str, Any]]) -> Wron
     return WrongTarget(built_for=f"{name}, a {device} device of capability {wanted}", found=found, fix=fix)
 
 
-def _spread(files: BundleFiles, group: ProcessGroup | None, placement: Placement | Ints | None) -> Spread | None:
+def _spread(files: BundleFiles, group: Any, placement: Any, rebalance: Rebalance | None) -> Spread | None:
     """What this rank of a bundle with experts over ranks holds; None for other bundles. Raises BadOption, ..."""
     section = files.manifest.experts
     if section:
-        identity = (files.root / "manifest.json").read_bytes()
+        identity = (files.root / "manifest.json").read_bytes() + repr(rebalance).encode()
         return Spread.of(section, join(group, section["ranks"]), placement, identity)
-    for name, value in (("group", group), ("placement", placement)):
+    for name, value in (("group", group), ("placement", placement), ("rebalance", rebalance)):
         if value is not None:
             fix = "build with experts=ExpertPlan(ranks=...)"
             raise BadOption(name=name, value="given", reason="the experts of this bundle are together", fix=fix)

@@ -2,7 +2,7 @@
 
 Each rank serves its own requests, so what they have to do differs. Before every step all of them tell each other which
 program they need and for how many tokens, and then run the same one: the widest that anybody needs. A rank that has
-nothing to do takes part with one token that belongs to no request, until nobody has.
+nothing to do takes part with one token that belongs to no request, and chooses no expert, until nobody has.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ TIMEOUT_S = 120.0
 @dataclass
 class Sent:
     """Bytes that a rank has given to others. rows: of experts' work; sizes: how many rows come; steps: what to run;
-    start: what it has loaded.
+    start: what it has loaded; loads: what tokens chose.
 
     With N ranks, rows of H values of b bytes, n(r) rows of this rank's choices for rank r and m(r) rows that came from
     r, a step gives 16 * (N - 1) to steps. Each layer of it gives, over all r but this rank: in the exact form
     8 * (N - 1) to sizes and the sum of n(r) * (H * b + 4) + m(r) * H * b to rows; in the static form
-    (N - 1) * L * (2 * H * b + 4) to rows, where L = min(k, room) * the most tokens of a rank. Loading gives
-    64 * (N - 1) to start.
+    (N - 1) * L * (2 * H * b + 4) to rows, where L = min(k, room) * the most tokens of a rank. Loading and
+    placing give 64 * (N - 1) to start; a sum of counts of B bytes 2 * B * (N - 1) / N to loads, as a ring does.
     """
 
     rows: int = 0
     sizes: int = 0
     steps: int = 0
     start: int = 0
+    loads: int = 0
 
 
 @dataclass
@@ -95,6 +96,15 @@ class Ranks:
         found, sent = self._gather([int.from_bytes(digest[i : i + 4], "big") for i in range(0, 32, 4)])
         self.sent.start += sent
         return bool((found == found[0]).all())
+
+    def total(self, counts: Tensor) -> Tensor:
+        """The sum of the ranks' counts, all of one form."""
+        if self.group is None:
+            return counts
+        found = counts.clone()
+        self._together(dist.all_reduce, found, group=self.group)
+        self.sent.loads += 2 * found.nbytes * (self.size - 1) // self.size
+        return found
 
     def _gather(self, numbers: list[int]) -> tuple[Tensor, int]:
         """The numbers of all ranks, a row each, and the bytes given to others."""

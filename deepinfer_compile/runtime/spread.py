@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,10 @@ from deepinfer_compile.runtime.batch import Flight, GroupMeta, StepInput
 from deepinfer_compile.runtime.drawing import Numbers
 from deepinfer_compile.runtime.executor import BundleExecutor
 from deepinfer_compile.runtime.ranks import IDLE, Ranks
+from deepinfer_compile.runtime.tally import Tally
+
+if TYPE_CHECKING:
+    from deepinfer_compile.runtime.rebalance import Balancer
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Spread:
             ranks.alike(b"none")
             raise
         if not ranks.alike(bundle + made.placement.phy2log.tobytes()):
-            fix = "give all of them the same bundle, and the same placement"
+            fix = "give all of them the same bundle, the same placement and the same rebalance"
             raise BadOption(name="placement", value="given", reason="the ranks load different things", fix=fix)
         return made
 
@@ -76,11 +80,17 @@ class Spread:
 
 
 class SpreadExecutor(BundleExecutor):
-    """The `Executor` of one rank. `step` waits for the others, which call it or `finish` at the same time."""
+    """The `Executor` of one rank. `step` waits for the others, which call it or `finish` at the same time.
+
+    balancer: what may place experts anew after a step.
+    """
+
+    balancer: Balancer | None = None
 
     def __init__(self, spread: Spread, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ranks = spread.ranks
+        self.tally = Tally(spread.section["layers"], spread.section["experts"])
         self._turn = threading.Lock()
         self.use(spread)
 
@@ -143,9 +153,15 @@ class SpreadExecutor(BundleExecutor):
     def _together(self, kind: str, most: int, inputs: StepInput, given: Mapping[str, Tensor] | None = None) -> Tensor:
         width = min(self.spread.section["chosen"], self.spread.section["room"])
         lanes = torch.empty(self.ranks.size * most * width, dtype=torch.uint8)
+        balancer = self.balancer
+        self.tally.begin(inputs.groups[0].slot >= 0, balancer is not None and balancer.counting)
         # the others would wait in the middle of the step, and take what comes next for its rest
-        with self.whole("a step") if self.ranks.size > 1 else nullcontext(), joined(self.ranks):
-            return self.run(kind, inputs, {**(given or {}), "lanes": lanes})
+        with self.whole("a step") if self.ranks.size > 1 else nullcontext():
+            with joined(self.ranks, self.tally):
+                logits = self.run(kind, inputs, {**(given or {}), "lanes": lanes})
+            if balancer is not None:
+                balancer.after_step()
+        return logits
 
 
 _ZERO = torch.zeros(1, dtype=torch.int64)
