@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from deepinfer_compile.runtime.llm import LLM
     from deepinfer_compile.runtime.outputs import RequestOutput
     from deepinfer_compile.runtime.params import SamplingParams
+    from deepinfer_compile.runtime.rebalance import ExpertStats, Rebalance
 
 MOST_REQUESTS = 64
 """Requests that run at once; more wait."""
@@ -29,6 +30,7 @@ BUNDLE_HELP = (
 )
 RETENTION_HELP = "Class of the prompts, by which rows in that folder are kept; default: chat."
 KEEP_HELP = "Days a class is kept there after its last use; chat=7 and agent=3 unless given; may be repeated."
+REBALANCE_HELP = "Place experts over ranks anew every so many steps, by their load in those; needs the extra eplb."
 FILE_HELP = "Prompt from a file (- is stdin); *.json and *.jsonl hold text, ids or chat messages, one prompt a line."
 
 
@@ -55,9 +57,7 @@ def run(
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the text; may be repeated.")] = None,
     stop_id: Annotated[list[int] | None, typer.Option(help="A token id that ends it; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-text token.")] = False,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Print text as it comes; with --json, a line a piece.")
-    ] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes; --json: a line a piece.")] = False,
     target: Annotated[str | None, typer.Option(help="Which of the bundle's targets.")] = None,
     graph_only: Annotated[bool, typer.Option("--graph-only", help="Load no native code (slow).")] = False,
     max_model_len: Annotated[int | None, typer.Option(help="Longest context of this run.")] = None,
@@ -65,6 +65,7 @@ def run(
     prefix_cache_folder: Annotated[Path | None, typer.Option(help="Keeps cache rows for other runs.")] = None,
     retention: Annotated[str | None, typer.Option(help=RETENTION_HELP)] = None,
     keep_days: Annotated[list[str] | None, typer.Option(metavar="CLASS=DAYS", help=KEEP_HELP)] = None,
+    rebalance: Annotated[int | None, typer.Option(metavar="STEPS", help=REBALANCE_HELP)] = None,
     full_check: Annotated[bool, typer.Option("--full-check", help="Verify weight data before loading.")] = False,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
@@ -87,6 +88,7 @@ def run(
     options = {
         "target": target, "native": not graph_only, "max_model_len": max_model_len, "checkpoint": checkpoint,
         "prefix_cache_folder": prefix_cache_folder, "prefix_cache_retention": _seconds(keep_days),
+        "rebalance": _rebalance(rebalance),
     }  # fmt: skip
     llm, loaded = _load(bundle, len(given) * params.n, full_check, options)
     who = answers.collect_share(llm, given, params)
@@ -95,8 +97,24 @@ def run(
     stderr().print(f"{who}loaded in {loaded:.2f} s; {answers.timing()}; {_setting(llm, params)}")
 
 
-def _setting(llm: LLM, params: SamplingParams) -> str:
-    return f"{prompts.in_words(params)}; {llm.engine.caches}"
+def _setting(llm: BundleLLM, params: SamplingParams) -> str:
+    return f"{prompts.in_words(params)}; {llm.engine.caches}{_moved(llm.expert_stats)}"
+
+
+def _moved(stats: ExpertStats) -> str:
+    """What rebalancing did, where it was asked for and looked."""
+    if not stats.rebalanced + stats.skipped:
+        return ""
+    words = f"; experts: {plural(stats.rebalanced, 'rebalance')}, {plural(stats.slots_moved, 'slot')} moved here"
+    return f"{words} ({size(stats.bytes_moved)}), load {stats.before:.2f} to {stats.after:.2f} of the mean"
+
+
+def _rebalance(steps: int | None) -> Rebalance | None:
+    if steps is None:
+        return None
+    import deepinfer_compile
+
+    return deepinfer_compile.Rebalance(interval=steps, window=steps)
 
 
 def _seconds(keep_days: list[str] | None) -> dict[str, float]:

@@ -81,20 +81,28 @@ class BundleLLM(LLM):
         bundle was loaded from. Raises BadOption, BadRequest, RankLost.
         """
         if self.ranks is None:
-            fix = "build with experts=ExpertPlan(ranks=...)"
-            raise BadOption(name="placement", value="given", reason="the experts of this bundle are together", fix=fix)
+            raise _together("placement")
         with self.ranks.call():
             old = self.ranks.spread
             spread = Spread.of(old.section, old.ranks, placement)
             _Mover(self, self.ranks)(spread)
 
-    def balance(self, options: Rebalance) -> None:
-        """Place experts anew from now on, when their load asks for it; the same on all ranks. Raises MissingExtra."""
-        from deepinfer_compile.runtime.rebalance import Balancer
+    def balance(self, options: Rebalance | None) -> None:
+        """Place experts anew from now on, when their load asks for it; None: no more. The same on all ranks.
 
+        Raises BadOption, MissingExtra.
+        """
+        from deepinfer_compile.runtime.rebalance import Balancer, Rebalance
+
+        if options is not None and not isinstance(options, Rebalance):
+            fix = "use Rebalance(interval=..., window=..., threshold=...)"
+            raise BadOption(name="rebalance", value=options, reason="it is no Rebalance", fix=fix)
         ranks = self.ranks
-        assert ranks is not None
-        ranks.balancer = Balancer(options, ranks.tally, lambda: ranks.spread, _Mover(self, ranks))
+        if options is not None and ranks is None:
+            raise _together("rebalance")
+        if ranks is not None:
+            mover = _Mover(self, ranks)
+            ranks.balancer = Balancer(options, ranks.tally, lambda: ranks.spread, mover) if options else None
 
     @property
     def expert_stats(self) -> ExpertStats:
@@ -125,6 +133,12 @@ class BundleLLM(LLM):
             self.engine.forget_prefixes(secrets.token_hex(16))  # weights of both are no model's
             raise
         self.engine.forget_prefixes(identity)
+
+
+def _together(option: str) -> BadOption:
+    """That experts are not spread over ranks."""
+    fix = "build with experts=ExpertPlan(ranks=...)"
+    return BadOption(name=option, value="given", reason="the experts of this bundle are together", fix=fix)
 
 
 class _Mover:

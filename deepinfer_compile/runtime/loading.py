@@ -65,16 +65,15 @@ def load(
 ) -> BundleLLM:
     """Open a bundle and make it ready to generate.
 
-    native False runs the graphs on reference operations (slow, no native code is loaded). check: "lazy" verifies
-    everything but weight data, "full" that too. max_model_len: context of this process, at most what was built.
-    memory_fraction: share of free memory for caches. enable_prefix_caching: prompts that start alike are read once;
-    rows that are not used are kept for prefix_cache_ttl seconds, or until their place is needed. checkpoint: where
-    weights are, for a bundle without them. prefix_cache_folder: keeps such rows for other processes, at most
-    prefix_cache_bytes of them. prefix_cache_retention: for so many seconds after their last use, by the class of the
-    request (`SamplingParams.retention`); a week for "chat", three days for "agent".
-    group: the ranks of a bundle whose experts are spread; by default those that torchrun started. placement: the
-    expert in each slot, alike on all ranks: of `rebalance`, or [layers, slots], -1 for none; by default in order.
-    rebalance: when they are placed anew by the load of experts, between steps (`expert_stats`); by default never.
+    native False runs the graphs on reference operations (slow). check: "lazy" verifies all but weight data, "full" that
+    too. max_model_len: context of this process, at most what was built. checkpoint: where weights are, for a bundle
+    without them. memory_fraction: share of free memory for caches. enable_prefix_caching: prompts that start alike are
+    read once; rows that are not used are kept for prefix_cache_ttl seconds, or until their place is needed.
+    prefix_cache_folder: keeps them for other processes, prefix_cache_bytes of them. prefix_cache_retention: seconds
+    after their last use, by `SamplingParams.retention`; "chat" a week, "agent" three days. group: the ranks of a bundle
+    whose experts are spread; by default those that torchrun started. placement: the expert in each slot, [layers,
+    slots] or of `eplb.rebalance`, -1 for none; by default in order. rebalance: when they are placed anew by their load,
+    between steps; by default never. All ranks get the same.
     Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, WrongTarget, WeightMismatch, OutOfMemory, BadOption.
     """
     if not 0 < memory_fraction <= 1:
@@ -103,8 +102,7 @@ def load(
     llm.ranks = executor if isinstance(executor, SpreadExecutor) else None
     llm.files, llm.weights, llm.variant = files, weights, _variant_text(files, target, native)
     llm.checkpoint, llm.parts = Path(checkpoint) if checkpoint else None, _parts(stored)
-    if rebalance is not None:
-        llm.balance(rebalance)
+    llm.balance(rebalance)
     return llm
 
 

@@ -48,7 +48,7 @@ def test_processes_share_the_prompts(cli: Run, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *run]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--max-tokens", "6", "--ignore-eos"],
+        [*command, "--max-tokens", "6", "--ignore-eos", "--rebalance", "3"],
         capture_output=True,
         text=True,
         check=False,
@@ -61,3 +61,4 @@ def test_processes_share_the_prompts(cli: Run, tmp_path: Path) -> None:
         at = lines.index(f"--- prompt {i}, completion 0")
         assert lines[at + 1] == ",".join(map(str, toy.greedy(ids, 6)))
     assert all(f"rank {rank}: loaded in" in done.stderr for rank in range(2))
+    assert done.stderr.count("; experts: ") == 2

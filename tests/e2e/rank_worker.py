@@ -2,7 +2,8 @@
 
 A job names a bundle and what each rank does with it: `forced`, a sequence whose logits are wanted, read in a prompt and
 then token by token, none where a rank has nothing to do; `prompts`, to be completed; `place`, another placement
-than it was loaded with; `die`, `stop` or `fail`, the rank that ends, stands still or raises in its third step.
+than it was loaded with; `traffic`, see `rebalanced`; `die`, `stop` or `fail`, the rank that ends, stands still or
+raises in its third step.
 FOLDER/RANK.json gets a dict a job: tokens, bytes that were sent, what the formula for them needs; and
 FOLDER/RANK.JOB.safetensors its tensors: logits, and the experts that it holds.
 """
@@ -30,6 +31,7 @@ from deepinfer_compile.runtime.loading import open_executor
 from deepinfer_compile.runtime.ranks import join
 from deepinfer_compile.runtime.spread import Spread, SpreadExecutor
 from tests.e2e.forced import forced_logits
+from tests.e2e.rebalanced import traffic
 
 SIZES = {"max_model_len": 200, "max_num_batched_tokens": 96}
 
@@ -86,6 +88,9 @@ def do(job: dict[str, Any], rank: int) -> dict[str, Any]:
         found["logits"] = forced_logits(executor, ids, job["prompt"]) if ids else torch.zeros(0)
         executor.finish()
         found |= {**seen.facts(), "sent": vars(executor.ranks.sent), "held": _held(weights, files)}
+    if "traffic" in job:
+        facts, served = traffic(job, rank)
+        found |= {**facts, "held": _held(served.weights, files)}
     if "prompts" in job:
         placement = job["placements"][rank] if "placements" in job else job.get("placement")
         llm = load(job["bundle"], native=native, placement=placement, **SIZES)
