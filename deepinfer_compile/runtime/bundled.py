@@ -33,9 +33,9 @@ class BundleLLM(LLM):
 
     checkpoint: where weights are read from, for a bundle without them. parts: of the tensors that hold experts of
     slots, the layer of the placement. ranks: of a bundle whose experts are spread over ranks. All of them make the same
-    calls of `generate`, `stream` and `place`, each with prompts of its own, none where it has nothing to do, and a call
-    ends on all of them at once; a stream that is left early must be closed. An error that concerns one rank is raised
-    there when the others have ended. Then also raises RankLost, and BadRequest while another call is running.
+    calls of `generate`, `stream`, `place` and `balance`, each with prompts of its own, none where it has nothing to do,
+    and a call ends on all of them at once; a stream that is left early must be closed. An error that concerns one rank
+    is raised there when the others have ended. Then also raises RankLost, and BadRequest while another call is running.
     """
 
     files: BundleFiles
@@ -88,21 +88,27 @@ class BundleLLM(LLM):
             _Mover(self, self.ranks)(spread)
 
     def balance(self, options: Rebalance | None) -> None:
-        """Place experts anew from now on, when their load asks for it; None: no more. The same on all ranks.
+        """Place experts anew from now on, when their load asks for it; None: no more.
 
-        Raises BadOption, MissingExtra.
+        All ranks call it at the same time with the same options. Raises BadOption, BadRequest, MissingExtra, RankLost.
         """
         from deepinfer_compile.runtime.rebalance import Balancer, Rebalance
 
         if options is not None and not isinstance(options, Rebalance):
             fix = "use Rebalance(interval=..., window=..., threshold=...)"
             raise BadOption(name="rebalance", value=options, reason="it is no Rebalance", fix=fix)
-        ranks = self.ranks
-        if options is not None and ranks is None:
+        if self.ranks is None and options is not None:
             raise _together("rebalance")
-        if ranks is not None:
-            mover = _Mover(self, ranks)
-            ranks.balancer = Balancer(options, ranks.tally, lambda: ranks.spread, mover) if options else None
+        if self.ranks is None:
+            return
+        ranks = self.ranks
+        with ranks.call():
+            if not ranks.ranks.alike(repr(options).encode()):
+                reason, fix = "the ranks have different ones", "give all of them the same"
+                raise BadOption(name="rebalance", value=options, reason=reason, fix=fix)
+            ranks.balancer = None
+            if options is not None:
+                ranks.balancer = Balancer(options, ranks.tally, lambda: ranks.spread, _Mover(self, ranks))
 
     @property
     def expert_stats(self) -> ExpertStats:

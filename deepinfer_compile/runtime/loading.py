@@ -66,14 +66,14 @@ def load(
     """Open a bundle and make it ready to generate.
 
     native False runs the graphs on reference operations (slow). check: "lazy" verifies all but weight data, "full" that
-    too. max_model_len: context of this process, at most what was built. checkpoint: where weights are, for a bundle
-    without them. memory_fraction: share of free memory for caches. enable_prefix_caching: prompts that start alike are
-    read once; rows that are not used are kept for prefix_cache_ttl seconds, or until their place is needed.
-    prefix_cache_folder: keeps them for other processes, prefix_cache_bytes of them. prefix_cache_retention: seconds
-    after their last use, by `SamplingParams.retention`; "chat" a week, "agent" three days. group: the ranks of a bundle
-    whose experts are spread; by default those that torchrun started. placement: the expert in each slot, [layers,
-    slots] or of `eplb.rebalance`, -1 for none; by default in order. rebalance: when they are placed anew by their load,
-    between steps; by default never. All ranks get the same.
+    too. max_model_len: context of this process, at most what was built. checkpoint: for a bundle without weights.
+    memory_fraction: share of free memory for caches. enable_prefix_caching: prompts that start alike are read once;
+    unused rows are kept for prefix_cache_ttl seconds, or until their place is needed. prefix_cache_folder: keeps
+    prefix_cache_bytes of them for other processes. prefix_cache_retention: by class of request
+    (`SamplingParams.retention`), so many seconds. group: the ranks of a bundle whose experts are spread, by default
+    those of torchrun. placement: the expert in each slot, [layers, slots] or of `eplb.rebalance`, -1 for none; by
+    default in order. rebalance: when they are placed anew by their load, between steps; by default never. All ranks get
+    the same.
     Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, WrongTarget, WeightMismatch, OutOfMemory, BadOption.
     """
     if not 0 < memory_fraction <= 1:
@@ -226,7 +226,7 @@ def _spread(files: BundleFiles, group: Any, placement: Any, rebalance: Rebalance
     """What this rank of a bundle with experts over ranks holds; None for other bundles. Raises BadOption, ..."""
     section = files.manifest.experts
     if section:
-        identity = (files.root / "manifest.json").read_bytes() + repr(rebalance).encode()
+        identity = (files.root / "manifest.json").read_bytes()
         return Spread.of(section, join(group, section["ranks"]), placement, identity)
     for name, value in (("group", group), ("placement", placement), ("rebalance", rebalance)):
         if value is not None:

@@ -46,7 +46,7 @@ class Spread:
             ranks.alike(b"none")
             raise
         if not ranks.alike(bundle + made.placement.phy2log.tobytes()):
-            fix = "give all of them the same bundle, the same placement and the same rebalance"
+            fix = "give all of them the same bundle, and the same placement"
             raise BadOption(name="placement", value="given", reason="the ranks load different things", fix=fix)
         return made
 

@@ -12,7 +12,7 @@ import torch
 import deepinfer_compile as dc
 from deepinfer_compile.eplb import imbalance
 from deepinfer_compile.eplb.layout import in_order, placed
-from deepinfer_compile.errors import BadOption
+from deepinfer_compile.errors import BadOption, BadRequest
 from deepinfer_compile.ops import DISPATCH
 from deepinfer_compile.ops.parallel import joined
 from deepinfer_compile.runtime.ranks import Ranks
@@ -54,6 +54,10 @@ def test_one_rank_has_nothing_to_even_out(tmp_path: Path) -> None:
     llm.generate([[5, 6, 7]], dc.SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
     found = llm.expert_stats
     assert (found.rebalanced, found.skipped, found.choices, found.before) == (0, 2, 2, 1.0)
+    with llm.stream([[5, 6, 7]]), pytest.raises(BadRequest, match="one call at a time"):
+        llm.balance(None)
+    llm.balance(None)
+    assert llm.expert_stats == dc.ExpertStats()
 
 
 def test_real_tokens_alone_are_counted_and_sent() -> None:
