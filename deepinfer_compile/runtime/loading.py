@@ -69,11 +69,10 @@ def load(
     too. max_model_len: context of this process, at most what was built. checkpoint: for a bundle without weights.
     memory_fraction: share of free memory for caches. enable_prefix_caching: prompts that start alike are read once;
     unused rows are kept for prefix_cache_ttl seconds, or until their place is needed. prefix_cache_folder: keeps
-    prefix_cache_bytes of them for other processes. prefix_cache_retention: by class of request
-    (`SamplingParams.retention`), so many seconds. group: the ranks of a bundle whose experts are spread, by default
-    those of torchrun. placement: the expert in each slot, [layers, slots] or of `eplb.rebalance`, -1 for none; by
-    default in order. rebalance: when they are placed anew by their load, between steps; by default never. All ranks get
-    the same.
+    prefix_cache_bytes of them for other processes. prefix_cache_retention: seconds after their last use, by
+    `SamplingParams.retention`; "chat" a week, "agent" three days. group: the ranks of a bundle whose experts are
+    spread, by default those of torchrun; all give the same placement, the expert in each slot ([layers, slots] with -1
+    for none, or of `eplb.rebalance`; by default in order), and rebalance, when they move by their load (by default no).
     Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, WrongTarget, WeightMismatch, OutOfMemory, BadOption.
     """
     if not 0 < memory_fraction <= 1:
