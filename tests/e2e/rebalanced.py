@@ -47,10 +47,12 @@ def parts_of(llm: BundleLLM) -> list[int]:
 
 
 def traffic(job: dict[str, Any], rank: int) -> tuple[dict[str, Any], BundleLLM]:
-    """Complete the prompts `rounds` times; lists have an entry a round. rebalance: its options, None for none."""
+    """Complete the prompts `rounds` times; lists have an entry a round. rebalance: its options, None for none; or a
+    list of those of each rank."""
     made: list[int] = []
     build = interpret.GraphFunction.__init__
-    options = Rebalance(**job["rebalance"]) if job["rebalance"] else None
+    wanted = job["rebalance"][rank] if isinstance(job["rebalance"], list) else job["rebalance"]
+    options = Rebalance(**wanted) if wanted else None
     sizes = {"max_model_len": 200, "max_num_batched_tokens": 96, "enable_prefix_caching": False}
     llm = load(job["bundle"], native=bool(job.get("native")), rebalance=options, **sizes)
     assert llm.ranks is not None

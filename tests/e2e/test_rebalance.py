@@ -17,7 +17,8 @@ from deepinfer_compile.eplb.layout import in_order
 from tests.e2e.partitioned import check_held, eager
 from tests.e2e.rebalanced import rank_imbalance
 from tests.e2e.skewed import CHOSEN, skewed, some_prompts
-from tests.ranks import run_ranks
+from tests.plain_model import make_plain
+from tests.ranks import ended, run_ranks, start
 
 EXPERT = (2 * 40 * 96 + 96 * 40) * 4
 """Bytes of the weights of an expert of a layer."""
@@ -95,3 +96,15 @@ def test_two_ranks_of_native_code_even_out(tmp_path: Path) -> None:
     model = skewed(16)
     bundle, given, found = serve(tmp_path, model, 2, 16, REBALANCE, native=True)
     check(bundle, model, given["traffic"], found)
+
+
+@pytest.mark.slow
+def test_ranks_with_different_options_are_refused(tmp_path: Path) -> None:
+    model = make_plain("loop", layers=1)
+    bundle = dc.build(model, tmp_path / "b", native=False, experts=dc.ExpertPlan(ranks=2)).root
+    job = {"bundle": str(bundle), "traffic": [[], []], "count": 1, "rounds": 1}
+    for i, options in enumerate(([{"threshold": 1.5}, {}], [None, {"interval": 5, "window": 5}])):
+        for code, err in ended(start(2, tmp_path / f"run{i}", [{**job, "rebalance": options}]), 60.0):
+            assert code == 1
+            assert "BadOption: option 'rebalance'" in err, err[-3000:]
+            assert "the ranks have different ones" in err
