@@ -6,7 +6,8 @@ are out of balance are planned again, from the placement in force, so that few w
 changed slots from the bundle's files. Loads are counted in the last `window` steps before that and at no other time, in
 one table of layers by experts, whatever the window.
 
-A plan is made for what was, so a window must be long enough to say what will be. The load of a rank is counted in rows
+A plan is made for what was, so a window must be long enough to say what will be: with few choices in it, a rank has
+more than others by chance, and what such a load says is not followed (`CHANCE`). The load of a rank is counted in rows
 of experts, the worst layer counts: every layer waits for its slowest rank.
 """
 
@@ -26,13 +27,17 @@ from deepinfer_compile.runtime.ranks import Ranks
 from deepinfer_compile.runtime.spread import Spread
 from deepinfer_compile.runtime.tally import Tally
 
+CHANCE = 3.0
+"""Standard deviations of a count by which a rank may be above the threshold without a reason."""
+
 
 @dataclass(frozen=True)
 class Rebalance:
     """When experts are placed anew. Needs the extra `eplb`.
 
     interval: steps between two looks at the load. window: the steps before a look in which it is counted. threshold: a
-    layer stays as it is while the largest load of a rank is at most so many times the mean.
+    layer stays as it is while the largest load of a rank is at most so many times the mean, and where it is more only
+    by what few choices make likely.
     """
 
     interval: int = 3000
@@ -136,11 +141,12 @@ def unevenness(load: Ints, phy2log: Ints, ranks: int) -> Floats:
 
 
 def planned(load: Ints, phy2log: Ints, ranks: int, threshold: float) -> Ints:
-    """The plan [L, S] for a load [L, E], from the one in force [L, S]: layers that are even enough, had no load or
-    would not be more even stay as they are."""
+    """The plan [L, S] for a load [L, E], from the one in force [L, S]: layers that are even enough, had little
+    load or would not be more even stay as they are."""
     before = unevenness(load, phy2log, ranks)
     found = phy2log.copy()
-    uneven = np.flatnonzero(before > threshold)
+    chance = CHANCE / np.sqrt(np.maximum(load.sum(1) / ranks, 1))
+    uneven = np.flatnonzero(before > threshold + chance)
     if not len(uneven):
         return found
     held = np.stack([_filled(load[layer], phy2log[layer], ranks) for layer in uneven])

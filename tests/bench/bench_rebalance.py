@@ -3,7 +3,8 @@
 `OMP_NUM_THREADS=1 python -m tests.bench.bench_rebalance [ranks] [native]`, by default 4 gloo processes of one thread on
 reference operations. A quarter more slots than experts, eight a rank; six neighbours of the experts get most of the
 load. The same prompts are completed in every round; the experts move in the first one. Where processes share cores, as
-more ranks than cores do, an idle rank gives its time to a busy one, so tokens a second gain less than the load says.
+more ranks than cores do, an idle rank gives its time to a busy one, and copies of experts are more weights to read:
+then tokens a second do not gain what the load says that they would on ranks of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.e2e.rebalanced import rank_imbalance
 from tests.e2e.skewed import skewed, some_prompts
 from tests.ranks import run_ranks
 
-PROMPTS, TOKENS, ROUNDS = 8, 32, 4
+PROMPTS, TOKENS, ROUNDS, INNER = 8, 32, 4, 1024
 
 
 def rate(found: list[dict[str, Any]], number: int) -> float:
@@ -31,7 +32,7 @@ def bench(folder: Path, ranks: int, native: bool) -> None:
     """Print a line a round, without and with rebalancing, then what rebalancing took."""
     experts = 8 * ranks
     plan = dc.ExpertPlan(ranks=ranks, slots=10 * ranks)
-    bundle = str(dc.build(skewed(experts), folder / "b", native=native, experts=plan).root)
+    bundle = str(dc.build(skewed(experts, moe_intermediate_size=INNER), folder / "b", native=native, experts=plan).root)
     given = {"bundle": bundle, "native": native, "traffic": some_prompts(ranks, PROMPTS), "count": TOKENS}
     jobs = [{**given, "rounds": ROUNDS, "rebalance": r} for r in (None, {"interval": 16, "window": 16})]
     found = run_ranks(ranks, folder / "run", jobs)

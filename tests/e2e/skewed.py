@@ -16,9 +16,11 @@ from tests import models
 HOT, CHOSEN = range(3, 9), 2
 
 
-def skewed(experts: int) -> Any:
-    """A model whose experts 3 to 8 get most of the load."""
-    model = models.make("deepseek_v3", n_routed_experts=experts, num_experts_per_tok=CHOSEN, n_group=1, topk_group=1)
+def skewed(experts: int, **changes: Any) -> Any:
+    """A model whose experts 3 to 8 get most of the load. changes: of its configuration."""
+    model = models.make(
+        "deepseek_v3", n_routed_experts=experts, num_experts_per_tok=CHOSEN, n_group=1, topk_group=1, **changes
+    )
     with torch.no_grad():
         for name, held in model.named_buffers():
             if "e_score_correction_bias" in name:
