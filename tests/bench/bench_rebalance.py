@@ -34,7 +34,7 @@ def bench(folder: Path, ranks: int, native: bool) -> None:
     plan = dc.ExpertPlan(ranks=ranks, slots=10 * ranks)
     bundle = str(dc.build(skewed(experts, moe_intermediate_size=INNER), folder / "b", native=native, experts=plan).root)
     given = {"bundle": bundle, "native": native, "traffic": some_prompts(ranks, PROMPTS), "count": TOKENS}
-    jobs = [{**given, "rounds": ROUNDS, "rebalance": r} for r in (None, {"interval": 16, "window": 16})]
+    jobs = [{**given, "rounds": ROUNDS, "rebalance": r} for r in (None, {"interval": TOKENS, "window": TOKENS})]
     found = run_ranks(ranks, folder / "run", jobs)
     assert all(f[1]["rounds"] == f[0]["rounds"] for f in found), "other tokens"
     print(f"{ranks} ranks, {experts} experts, {10 * ranks} slots, native {native}")
