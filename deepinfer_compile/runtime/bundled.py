@@ -85,7 +85,7 @@ class BundleLLM(LLM):
         with self.ranks.call():
             old = self.ranks.spread
             spread = Spread.of(old.section, old.ranks, placement)
-            _Mover(self, self.ranks)(spread)
+            _Mover(self)(self.ranks, spread)
 
     def balance(self, options: Rebalance | None) -> None:
         """Place experts anew from now on, when their load asks for it; None: no more.
@@ -108,7 +108,7 @@ class BundleLLM(LLM):
                 raise BadOption(name="rebalance", value=options, reason=reason, fix=fix)
             ranks.balancer = None
             if options is not None:
-                ranks.balancer = Balancer(options, ranks.tally, lambda: ranks.spread, _Mover(self, ranks))
+                ranks.balancer = Balancer(options, ranks.tally, ranks.spread, _Mover(self))
 
     @property
     def expert_stats(self) -> ExpertStats:
@@ -151,23 +151,22 @@ class _Mover:
     """Puts placements in force between two steps. What this process has mapped holds the slots, so experts are read
     from another mapping of the files."""
 
-    def __init__(self, llm: BundleLLM, ranks: SpreadExecutor) -> None:
+    def __init__(self, llm: BundleLLM) -> None:
         self._source: WeightFiles = llm.files.weights(llm.checkpoint)
-        self._weights, self._parts, self._ranks = llm.weights, llm.parts, ranks
+        self._weights, self._parts = llm.weights, llm.parts
 
-    def __call__(self, spread: Spread) -> tuple[int, int]:
+    def __call__(self, executor: SpreadExecutor, spread: Spread) -> tuple[int, int]:
         """Slots of this rank whose expert is another one, and the bytes of their weights."""
         slots = size = 0
-        with self._ranks.whole("placing experts"):
+        with executor.whole("placing experts"):
             for layer in range(spread.section["layers"]):
-                moved = self._layer(layer, spread.experts_of(layer))
+                moved = self._layer(layer, executor.spread.experts_of(layer), spread.experts_of(layer))
                 slots, size = slots + moved[0], size + moved[1]
-            self._ranks.use(spread)
+            executor.use(spread)
         return slots, size
 
-    def _layer(self, layer: int, experts: list[int]) -> tuple[int, int]:
+    def _layer(self, layer: int, was: list[int], experts: list[int]) -> tuple[int, int]:
         """All weights of a layer are there before the first is changed."""
-        was = self._ranks.spread.experts_of(layer)
         places = [place for place, expert in enumerate(experts) if expert != was[place]]
         if not places:
             return 0, 0

@@ -24,7 +24,7 @@ from deepinfer_compile.eplb import imbalance, rebalance
 from deepinfer_compile.eplb.placement import Floats, Ints
 from deepinfer_compile.errors import BadOption
 from deepinfer_compile.runtime.ranks import Ranks
-from deepinfer_compile.runtime.spread import Spread
+from deepinfer_compile.runtime.spread import Spread, SpreadExecutor
 from deepinfer_compile.runtime.tally import Tally
 
 CHANCE = 3.0
@@ -81,39 +81,40 @@ class ExpertStats:
 class Balancer:
     """Looks at the load of one rank's `tally` when it is time.
 
-    current: the placement in force. move: puts another in force on this rank; gives slots and bytes that moved.
-    Raises MissingExtra.
+    spread: any placement. move: puts another in force on an executor; gives slots and bytes that moved. It is given the
+    executor and does not hold it: a cycle would keep the process group until Python ends, which its threads do not
+    survive. Raises MissingExtra.
     """
 
     def __init__(
         self,
         options: Rebalance,
         tally: Tally,
-        current: Callable[[], Spread],
-        move: Callable[[Spread], tuple[int, int]],
+        spread: Spread,
+        move: Callable[[SpreadExecutor, Spread], tuple[int, int]],
     ) -> None:
         self.options, self.tally, self.stats = options, tally, ExpertStats()
-        self._current, self._move = current, move
+        self._move = move
         self._steps = 0
-        _prepare(current())
+        _prepare(spread)
 
     @property
     def counting(self) -> bool:
         """Whether the next step is in the window."""
         return self._steps >= self.options.interval - self.options.window
 
-    def after_step(self) -> None:
+    def after_step(self, executor: SpreadExecutor) -> None:
         """A step of all ranks has ended. Raises RankLost."""
         self._steps += 1
         if self._steps < self.options.interval:
             return
         self._steps = 0
         begin = time.perf_counter()
-        self._look()
+        self._look(executor)
         self.stats = replace(self.stats, seconds=self.stats.seconds + time.perf_counter() - begin)
 
-    def _look(self) -> None:
-        spread, was = self._current(), self.stats
+    def _look(self, executor: SpreadExecutor) -> None:
+        spread, was = executor.spread, self.stats
         ranks: Ranks = spread.ranks
         load = ranks.total(self.tally.take()).numpy()
         old = spread.placement.phy2log
@@ -123,7 +124,7 @@ class Balancer:
         if np.array_equal(old, new):
             self.stats = replace(seen, skipped=was.skipped + 1)
             return
-        slots, size = self._move(Spread.of(spread.section, ranks, new))
+        slots, size = self._move(executor, Spread.of(spread.section, ranks, new))
         self.stats = replace(
             seen,
             rebalanced=was.rebalanced + 1,

@@ -160,7 +160,7 @@ class SpreadExecutor(BundleExecutor):
             with joined(self.ranks, self.tally):
                 logits = self.run(kind, inputs, {**(given or {}), "lanes": lanes})
             if balancer is not None:
-                balancer.after_step()
+                balancer.after_step(self)
         return logits
 
 
