@@ -128,7 +128,8 @@ def _load(trace: Path | None, shape: Shape, asked: Request) -> Load:
 
 def _data(shape: Shape, chip: Hardware, asked: Request, load: Load, with_sweep: bool, simulated: int) -> dict[str, Any]:
     from deepinfer_compile.plan.checking import check_decode
-    from deepinfer_compile.plan.ledger import ledger, sweep, units
+    from deepinfer_compile.plan.claims import claims
+    from deepinfer_compile.plan.ledger import ledger, links, sweep, units
     from deepinfer_compile.plan.published import compared
 
     data = ledger(shape, chip, asked, load)
@@ -138,7 +139,9 @@ def _data(shape: Shape, chip: Hardware, asked: Request, load: Load, with_sweep: 
     if simulated and step is not None:
         unit = units(shape, chip, asked, load)[1]
         data["checked"] = [check_decode(unit, step["requests"], simulated, asked.seed)]
+    data["links"] = links(shape, chip, asked, load) if step is not None else None
     data["published"] = compared(asked)
+    data["claims"] = claims(shape, chip, asked, load)
     return data
 
 

@@ -85,6 +85,17 @@ class Hardware:
         changed = tuple(dict.fromkeys((*self.changed, *changes)))
         return replace(self, values={**self.values, **changes}, sources=sources, changed=changed)
 
+    def links(self, factor: float) -> Hardware:
+        """A copy whose links carry `factor` times the bytes a second; latencies stay."""
+        rates = {name: self[name] * factor for name in ("domain_bytes", "network_bytes")}
+        small, large, latency = self.small, self.large, self["latency"]
+        if small is not None:
+            points = ((n, *(latency + max(t - latency, 0.0) / factor for t in times)) for n, *times in small.points)
+            small = replace(small, points=tuple(points))
+        if large is not None:
+            large = replace(large, points=tuple((n, a * factor, b * factor) for n, a, b in large.points))
+        return replace(self.with_(rates), small=small, large=large)
+
 
 def known() -> list[str]:
     """Names of the descriptions that come with the package."""

@@ -27,6 +27,10 @@ ASSUMED = (
 )
 
 
+LINKS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Times the links' rates."""
+
+
 def ledger(shape: Shape, hardware: Hardware, request: Request, load: Load | None = None) -> dict[str, Any]:
     """Everything but the sweep and the published figures, as JSON can hold it. load: drawn where not given.
 
@@ -127,6 +131,7 @@ def sweep(shape: Shape, hardware: Hardware, request: Request, load: Load | None 
                 "why": found["why"],
                 "requests": step.get("requests"),
                 "seconds": step.get("seconds"),
+                "read_token": step["read_bytes"] / step["tokens"] if step else None,
                 "rate": step.get("rate"),
                 "user": step.get("user"),
             }
@@ -134,4 +139,15 @@ def sweep(shape: Shape, hardware: Hardware, request: Request, load: Load | None 
     return rows
 
 
-__all__ = ["ASSUMED", "describe", "ledger", "load_of", "sizes", "sweep", "units"]
+def links(shape: Shape, hardware: Hardware, request: Request, load: Load) -> list[dict[str, Any]]:
+    """The decode unit with links of other rates, all else equal. Raises as `ledger`."""
+    rows = []
+    for factor in LINKS:
+        chip = hardware if factor == 1 else hardware.links(factor)
+        step = Unit.make("decode", shape, chip, load, request, request.decode).data()["step"] or {}
+        found = {name: step.get(name) for name in ("exchanges", "seconds", "rate", "user")}
+        rows.append({"factor": factor, **found})
+    return rows
+
+
+__all__ = ["ASSUMED", "describe", "ledger", "links", "load_of", "sizes", "sweep", "units"]

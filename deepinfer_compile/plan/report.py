@@ -40,10 +40,14 @@ def sections(data: dict[str, Any]) -> list[Section]:
         found.append(_economy(data))
     if data.get("sweep"):
         found.append(_sweep(data["sweep"]))
+    if data.get("links"):
+        found.append(_links(data["links"]))
     if data.get("checked"):
         found.append(_checked(data["checked"]))
     if data.get("published"):
         found.append(_published(data["published"]))
+    if data.get("claims"):
+        found.append(_claims(data["claims"]))
     return [*found, _constants(data["hardware"]), _assumed(data)]
 
 
@@ -176,7 +180,8 @@ def _economy(data: dict[str, Any]) -> Section:
 
 
 def _sweep(found: list[dict[str, Any]]) -> Section:
-    columns = ("ranks", "experts", "MB a layer", "imbalance", "requests", "step ms", "tokens/s a rank", "a user")
+    columns = ("ranks", "experts", "MB a layer", "imbalance", "requests", "step ms")
+    columns = (*columns, "MB read a token", "tokens/s a rank", "a user")
     rows = tuple(
         (
             str(r["ranks"]),
@@ -185,6 +190,7 @@ def _sweep(found: list[dict[str, Any]]) -> Section:
             f"{r['imbalance']:.4f}",
             str(r["requests"]) if r["fits"] else "does not fit",
             ms(r["seconds"]) if r["fits"] else "-",
+            mb(r["read_token"]) if r["fits"] else "-",
             rate(r["rate"]),
             rate(r["user"]),
         )
@@ -195,7 +201,28 @@ def _sweep(found: list[dict[str, Any]]) -> Section:
         Plot(title, labels, tuple(r[key] for r in found))
         for title, key in (("tokens/s a rank", "rate"), ("tokens/s a user", "user"))
     )
-    return Section("Decode units of other sizes", (), columns, rows, tuple(range(8)), plots)
+    return Section("Decode units of other sizes", (), columns, rows, tuple(range(9)), plots)
+
+
+def _links(found: list[dict[str, Any]]) -> Section:
+    columns = ("times the rate", "exchanges ms", "step ms", "tokens/s a rank", "a user")
+    rows = tuple(
+        (f"{r['factor']:g}", ms(r["exchanges"]), ms(r["seconds"]), rate(r["rate"]), rate(r["user"])) for r in found
+    )
+    words = "Exchanges include what hides behind kernels. Latencies stay as they are."
+    return Section("The decode unit with other links", (words,), columns, rows, tuple(range(5)))
+
+
+def _claims(found: dict[str, Any]) -> Section:
+    columns = ("claim", "published", "comes out as", "by", "verdict")
+    rows = tuple(
+        (r["what"], _figure(r["published"]), _figure(r["found"]), r["formula"], r["verdict"]) for r in found["rows"]
+    )
+    return Section("Claims computed again", (f"From {found['source']}.",), columns, rows, (1, 2))
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
 
 
 def _checked(found: Sequence[dict[str, Any]]) -> Section:

@@ -69,7 +69,7 @@ def test_one_ledger_in_all_forms(cli: Run, reference: Path) -> None:
     page.feed(files[1].read_text())
     assert page.open == []
     headings = [line for line in files[0].read_text().splitlines() if line.startswith("#")]
-    assert page.seen["h1"] + page.seen["h2"] == len(headings) == 13
+    assert page.seen["h1"] + page.seen["h2"] == len(headings) == 15
     assert page.seen["svg"] == page.seen["polyline"] == 2
     assert page.seen["circle"] == 2 * len(data["sweep"])
     assert "Model against published figures" in page.text
