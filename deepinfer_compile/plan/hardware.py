@@ -90,8 +90,11 @@ class Hardware:
         rates = {name: self[name] * factor for name in ("domain_bytes", "network_bytes")}
         small, large, latency = self.small, self.large, self["latency"]
         if small is not None:
-            points = ((n, *(latency + max(t - latency, 0.0) / factor for t in times)) for n, *times in small.points)
-            small = replace(small, points=tuple(points))
+
+            def less(time: float) -> float:
+                return latency + max(time - latency, 0.0) / factor
+
+            small = replace(small, points=tuple((n, less(a), less(b)) for n, a, b in small.points))
         if large is not None:
             large = replace(large, points=tuple((n, a * factor, b * factor) for n, a, b in large.points))
         return replace(self.with_(rates), small=small, large=large)

@@ -180,8 +180,10 @@ def _economy(data: dict[str, Any]) -> Section:
 
 
 def _sweep(found: list[dict[str, Any]]) -> Section:
-    columns = ("ranks", "experts", "MB a layer", "imbalance", "requests", "step ms")
-    columns = (*columns, "MB read a token", "tokens/s a rank", "a user")
+    columns = (
+        *("ranks", "experts", "MB a layer", "imbalance", "requests", "step ms"),
+        *("MB read a token", "tokens/s a rank", "a user"),
+    )
     rows = tuple(
         (
             str(r["ranks"]),
