@@ -31,7 +31,9 @@ BALANCE_STREAMS = define(
     "balance_streams(Tensor logits, int rounds, float eps) -> Tensor",
     reference=_balance,
     fake=_fake_balance,
-    work=lambda logits, rounds, eps: Work(4 * rounds * logits.numel(), 2 * size_bytes(logits)),
+    work=lambda logits, rounds, eps: Work(
+        4 * rounds * logits.numel(), size_bytes(logits) + logits.numel() * max(4, logits.element_size())
+    ),
 )
 """logits [..., K, K] -> the same, wide: softmax of rows plus eps, columns divided by their sum + eps, then `rounds` - 1
 times rows and columns."""

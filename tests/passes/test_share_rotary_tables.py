@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
@@ -76,6 +77,7 @@ def test_frequencies_of_a_checkpoint_may_change() -> None:
     assert (count(before), count(after)) == (8, 5)
 
 
+@pytest.mark.slow
 def test_layers_turn_by_one_table_for_tokens_and_one_for_rows() -> None:
     model, before = v41.canonical(torch.float64)
     raised, _ = go_on(before, RaiseRotaryTable())

@@ -52,7 +52,7 @@ def run(model: Any, backend_name: Any, dynamic: bool | None, *lengths: int, **mo
     ("name", "dynamic"),
     [
         ("llama", False),
-        ("llama", True),
+        pytest.param("llama", True, marks=pytest.mark.slow),
         ("deepseek_v3", False),
         pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
     ],

@@ -71,6 +71,7 @@ def check_split(model: DeepseekV41, program: Program, halo: int) -> None:
         torch.testing.assert_close(rows[-1], wanted[-1], rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_boundary_of_a_small_one_lies_inside_its_layer() -> None:
     _, program = captured(**SHORT)
     found = find_boundary(program)
