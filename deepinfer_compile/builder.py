@@ -117,10 +117,6 @@ def build(
     targets = [get_target(t) for t in ([target] if isinstance(target, str) else target)]
     if not targets:
         raise BadOption(name="target", value=target, reason="it names no target", fix="use target='cpu'")
-    elsewhere = [t.name for t in targets if t.limits.device != "cpu"]
-    if options.experts is not None and elsewhere:
-        reason = "experts over ranks run on the cpu only"
-        raise BadOption(name="target", value=elsewhere[0], reason=reason, fix="use target='cpu', or leave out experts")
     with BundleWriter(Path(out)) as writer:
         compiled = compile_model(model, options, pipeline, observers, progress)
         blocks, files = _program_files(compiled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+
+from deepinfer_compile.runtime.ranks import KINDS, Ranks
 
 ROOT = Path(__file__).parent.parent
 T = TypeVar("T")
@@ -37,6 +40,33 @@ class Together:
         width = rows.new_empty((1, *rows.shape[1:]))
         self.sent += (len(rows) - give[self.rank]) * width.numel() * width.element_size()
         return torch.cat(found)
+
+
+class RankThread(Ranks):
+    """`Ranks` of which each is a thread of this process."""
+
+    def __init__(self, inner: Together) -> None:
+        self.inner = inner
+        super().__init__()
+        self.rank, self.size = inner.rank, inner.size
+
+    def exchange(self, rows: Tensor, give: Sequence[int], take: Sequence[int]) -> Tensor:
+        return self.inner.exchange(rows, give, take)
+
+    def agree(self, kind: str, tokens: int) -> tuple[str, int]:
+        most = self._all([KINDS.index(kind), tokens]).amax(0).tolist()
+        return KINDS[most[0]], int(most[1])
+
+    def alike(self, data: bytes) -> bool:
+        found = self._all(list(hashlib.sha256(data).digest()))
+        return bool((found == found[0]).all())
+
+    def total(self, counts: Tensor) -> Tensor:
+        return self._all(counts.tolist()).sum(0)
+
+    def _all(self, numbers: list[Any]) -> Tensor:
+        one = [1] * self.size
+        return self.inner.exchange(torch.tensor([numbers] * self.size), one, one)
 
 
 def in_threads(size: int, work: Callable[[Together], T]) -> list[T]:

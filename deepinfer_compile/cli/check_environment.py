@@ -118,7 +118,7 @@ def _compiler() -> Check:
 
 def _instructions() -> list[Check]:
     """One check for each instruction set that bundles are built for."""
-    from deepinfer_compile.runtime.loading import ISA_FLAGS, missing_flags
+    from deepinfer_compile.runtime.variants import ISA_FLAGS, missing_flags
 
     found = []
     for isa in ISA_FLAGS:

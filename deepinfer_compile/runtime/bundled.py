@@ -173,7 +173,8 @@ class _Mover:
         names = [name for name, of in self._parts.items() if of == layer]
         rows = {name: self._source.rows(name, [experts[place] for place in places]) for name in names}
         for name, held in rows.items():
-            self._weights[name].index_copy_(0, torch.tensor(places), held)
+            there = self._weights[name]
+            there.index_copy_(0, torch.tensor(places, device=there.device), held.to(there.device))
         filled = sum(experts[place] >= 0 for place in places)
         return filled, filled * sum(held[0].nbytes for held in rows.values())
 

@@ -50,10 +50,19 @@ def bucket_of(requests: int) -> int | None:
 class PackedInputs:
     """Every input of a step in one piece of memory, on the host and on the device, so that a step costs one copy.
 
-    like: the inputs of some step, `FED` first. size: requests that there is room for. pages: columns of a block table.
+    like: the inputs of some step, `FED` first. size: requests (and tokens) that there is room for. pages: columns of a
+    block table. fixed: inputs that are 0, 1, 2 and so on in every step.
     """
 
-    def __init__(self, like: Mapping[str, Tensor], size: int, pages: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        like: Mapping[str, Tensor],
+        size: int,
+        pages: int,
+        device: torch.device,
+        fixed: tuple[str, ...] = FIXED,
+    ) -> None:
+        self.fixed = fixed
         shapes = {name: _room(name, size, pages, held) for name, held in like.items()}
         bytes_of = {name: prod(shape) * like[name].element_size() for name, shape in shapes.items()}
         starts = dict(zip(bytes_of, accumulate((_aligned(n) for n in bytes_of.values()), initial=0)))
@@ -72,7 +81,7 @@ class PackedInputs:
             self._given[name] = here[piece].view(like[name].dtype).view(shape).numpy()
             self.inputs[name] = there[piece].view(like[name].dtype).view(shape)
         for name, view in self._given.items():
-            if name in FIXED:
+            if name in fixed:
                 view[:] = np.arange(len(view))
             else:
                 view.fill(-1 if name.startswith("block_table") else _idle(name))
@@ -85,7 +94,7 @@ class PackedInputs:
         later on the current stream; it must have ended before the next call.
         """
         for name, held in given.items():
-            if name in FIXED or (following and name == FED):
+            if name in self.fixed or (following and name == FED):
                 continue
             view = self._given[name]
             if name.startswith("block_table"):

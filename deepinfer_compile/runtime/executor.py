@@ -121,16 +121,28 @@ def _with_frees(calls: list[tuple[Runner, list[int], list[int]]], output: int, i
     return done[::-1]
 
 
-class DecodeSteps(Protocol):
-    """Something that runs decode steps faster."""
+class Steps(Protocol):
+    """Something that runs steps of one program faster."""
 
     def run(self, given: Mapping[str, Tensor]) -> Tensor | None:
         """Logits of a step; None where it does not run the step."""
         ...
 
+
+class DecodeSteps(Steps, Protocol):
+    """And steps of one token a request that end in chosen tokens."""
+
     def start(self, given: Mapping[str, Tensor], numbers: Numbers, *, following: bool = False) -> Flight | None:
         """See `Executor`."""
         ...
+
+
+class Graphs(Protocol):
+    """Makes what runs steps of a program faster; None where nothing does."""
+
+    def decode(self, program: ProgramRunner) -> DecodeSteps | None: ...
+
+    def small(self, name: str, program: ProgramRunner) -> Steps | None: ...
 
 
 class BundleExecutor:
@@ -145,7 +157,7 @@ class BundleExecutor:
         crossover: float,
         device: torch.device,
         state: StepState,
-        graphs: Callable[[ProgramRunner], DecodeSteps] | None = None,
+        graphs: Graphs | None = None,
         draw: Draw | None = None,
         identity: str = "",
     ) -> None:
@@ -155,6 +167,7 @@ class BundleExecutor:
         self.crossover = crossover
         self.device, self.state, self.make_graphs = device, state, graphs
         self.graphs: DecodeSteps | None = None
+        self.small: dict[str, Steps] = {}
         self.draw, self.identity = draw, identity
         self.keep = max(program.keep for program in programs.values())
         self.reads_hint = any("context_hint" in program.place for program in programs.values())
@@ -179,7 +192,10 @@ class BundleExecutor:
         for program in self.programs.values():
             for name, held in self.allocated.items():
                 program.bind(name, held)
-        self.graphs = self.make_graphs(self.programs["decode"]) if self.make_graphs is not None else None
+        if self.make_graphs is not None:
+            self.graphs = self.make_graphs.decode(self.programs["decode"])
+            found = {n: self.make_graphs.small(n, p) for n, p in self.programs.items() if n != "decode"}
+            self.small = {name: steps for name, steps in found.items() if steps is not None}
 
     def _caches(self, group: int) -> dict[str, Tensor]:
         caches = next(iter(self.programs.values())).caches
@@ -242,7 +258,8 @@ class BundleExecutor:
         if self.programs[name].keep and "kept" not in given:
             given |= kept_inputs(inputs, self.programs[name].keep)
         with torch.no_grad():
-            logits = self.graphs.run(given) if self.graphs is not None and name == "decode" else None
+            steps = self.graphs if name == "decode" else self.small.get(name)
+            logits = steps.run(given) if steps is not None else None
             if logits is None:
                 there = {key: held.to(self.device, non_blocking=True) for key, held in given.items()}
                 logits = self.programs[name].run(there)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,29 +18,24 @@ from deepinfer_compile.errors import (
     BundleCorrupt,
     ContextTooLong,
     MissingWeight,
-    WrongTarget,
 )
 from deepinfer_compile.runtime.bundled import BundleLLM, identity_of
 from deepinfer_compile.runtime.drawing import Draw, KernelDraw
-from deepinfer_compile.runtime.executor import BundleExecutor, DecodeSteps, ProgramRunner, Runner
+from deepinfer_compile.runtime.executor import BundleExecutor, Graphs, ProgramRunner, Runner
 from deepinfer_compile.runtime.interpret import GraphFunction
 from deepinfer_compile.runtime.kernel_blocks import KernelRunner, StepState, kernel_block, kernel_record, waits
-from deepinfer_compile.runtime.native import load_kernels, processor_flags
-from deepinfer_compile.runtime.ranks import join, neighbours
+from deepinfer_compile.runtime.native import load_kernels
+from deepinfer_compile.runtime.ranks import join, neighbours, take_device
 from deepinfer_compile.runtime.spread import Spread, SpreadExecutor
 from deepinfer_compile.runtime.stored import Stored, block_file, read_programs
 from deepinfer_compile.runtime.text import TextCodec
+from deepinfer_compile.runtime.variants import device_kind, device_of, variant_of, variant_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from deepinfer_compile.eplb.placement import Ints, Placement
     from deepinfer_compile.runtime.rebalance import Rebalance
-
-ISA_FLAGS = {
-    "x86-64-v3": ("avx2", "fma", "bmi2", "f16c"),
-    "x86-64-v4": ("avx2", "fma", "bmi2", "f16c", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
-}
 
 
 def load(
@@ -82,14 +77,14 @@ def load(
     built = int(files.manifest.model["max_model_len"])
     if max_model_len is not None and not 0 < max_model_len <= built:
         raise ContextTooLong(request="load", needed=max_model_len, limit=built, built=built)
-    spread = _spread(files, group, placement, rebalance)
+    spread = _spread(files, group, placement, rebalance, device_kind(variant_of(files, target, native)))
     executor, weights = open_executor(files, target, native, Path(checkpoint) if checkpoint else None, stored, spread)
     llm = BundleLLM(
         executor,
         _codec(files),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        memory_bytes=int(free_memory(executor.device) * memory_fraction) // (neighbours(spread.ranks) if spread else 1),
+        memory_bytes=int(_own_memory(executor) * memory_fraction),
         max_model_len=max_model_len,
         enable_prefix_caching=enable_prefix_caching,
         prefix_cache_ttl=prefix_cache_ttl,
@@ -99,7 +94,7 @@ def load(
         eos_token_ids=tuple(files.manifest.model.get("eos_token_ids", ())),
     )
     llm.ranks = executor if isinstance(executor, SpreadExecutor) else None
-    llm.files, llm.weights, llm.variant = files, weights, _variant_text(files, target, native)
+    llm.files, llm.weights, llm.variant = files, weights, variant_text(files, target, native)
     llm.checkpoint, llm.parts = Path(checkpoint) if checkpoint else None, _parts(stored)
     llm.balance(rebalance)
     return llm
@@ -115,9 +110,9 @@ def open_executor(
 ) -> tuple[BundleExecutor, dict[str, Tensor]]:
     """The executor of a checked bundle, and the tensors that it runs on by name; of experts, those of the rank."""
     stored = stored or read_programs(files)
-    variant = _variant(files, target, native)
+    variant = variant_of(files, target, native)
     weights = files.weights(checkpoint)
-    device = _device(variant)
+    device = device_of(variant)
     runners = _Runners(files, stored, variant, device)
     programs: dict[str, ProgramRunner] = {}
     held: dict[str, Tensor] = {}
@@ -143,90 +138,21 @@ def open_executor(
         float(model["crossover"]),
         device,
         runners.state,
-        runners.graphs(limit, draw),
+        runners.graphs(limit, draw) if spread is None else None,  # other ranks may run a step of another size
         draw,
-        identity_of(files, _variant_text(files, target, native), checkpoint),
+        identity_of(files, variant_text(files, target, native), checkpoint),
     )
     return executor, held
 
 
-def _variant(files: BundleFiles, target: str | None, native: bool) -> dict[str, Any] | None:
-    """The variant to run, or None for graph-only: the first that this machine can run, if no target is named.
-
-    Raises WrongTarget: of the named target, or of the first variant where none fits.
-    """
-    variants: dict[str, dict[str, Any]] = files.manifest.variants
-    if target is not None and target not in variants:
-        raise WrongTarget(
-            built_for=", ".join(variants), found=f"a request for {target!r}", fix=f"use one of {list(variants)}"
-        )
-    refusals: list[WrongTarget] = []
-    for name in variants if target is None else (target,):
-        if not native or not variants[name]["native"]:
-            return None
-        refusal = _refusal(name, variants)
-        if refusal is None:
-            return variants[name]
-        refusals.append(refusal)
-    raise refusals[0]
-
-
-def _variant_text(files: BundleFiles, target: str | None, native: bool) -> str:
-    """The variant that runs, as text."""
-    return json.dumps(_variant(files, target, native), sort_keys=True)
-
-
-def _refusal(name: str, variants: Mapping[str, Mapping[str, Any]]) -> WrongTarget | None:
-    """Why this machine cannot run a native variant, or None."""
-    requires = variants[name]["requires"]
-    if requires.get("device", "cpu") != "cpu":
-        return None if _has_device(requires) else _refuse_device(name, variants)
-    found = {
-        "torch": ".".join(torch.__version__.split(".")[:2]),
-        "abi": torch.compiled_with_cxx11_abi(),
-    }
-    for key, have in found.items():
-        if requires.get(key) != have:
-            fix = "install that version, rebuild, or load(native=False)"
-            return WrongTarget(built_for=f"{key} {requires.get(key)}", found=f"{key} {have}", fix=fix)
-    missing = missing_flags(requires)
-    if not missing:
-        return None
-    fix = "rebuild, or load(native=False)"
-    return WrongTarget(built_for=requires["isa"], found=f"a processor without {missing}", fix=fix)
-
-
-def _has_device(requires: Mapping[str, Any]) -> bool:
-    """Whether torch can use the device that a variant was built for. Raises MissingExtra where only a package lacks."""
-    if requires["device"] != "cuda" or not torch.cuda.is_available():
-        return False
-    if list(torch.cuda.get_device_capability()) != list(requires.get("capability", ())):
-        return False
-    from deepinfer_compile.runtime.cubins import cuda_core
-
-    cuda_core()
-    return True
-
-
-def _refuse_device(name: str, variants: Mapping[str, Mapping[str, Any]]) -> WrongTarget:
-    """That this machine cannot run a variant for an accelerator: it is not there, or is another one."""
-    requires = variants[name]["requires"]
-    device, wanted = requires["device"], ".".join(map(str, requires.get("capability", ())))
-    found = f"no {device} device that torch can use"
-    if device == "cuda" and torch.cuda.is_available():
-        have = ".".join(map(str, torch.cuda.get_device_capability()))
-        found = f"a {device} device of capability {have}"
-    others = [other for other, v in variants.items() if v["requires"].get("device", "cpu") == "cpu" and v["native"]]
-    fix = f"load(target={others[0]!r})" if others else "load(native=False)"
-    return WrongTarget(built_for=f"{name}, a {device} device of capability {wanted}", found=found, fix=fix)
-
-
-def _spread(files: BundleFiles, group: Any, placement: Any, rebalance: Rebalance | None) -> Spread | None:
+def _spread(files: BundleFiles, group: Any, placement: Any, rebalance: Rebalance | None, device: str) -> Spread | None:
     """What this rank of a bundle with experts over ranks holds; None for other bundles. Raises BadOption, ..."""
     section = files.manifest.experts
     if section:
         identity = (files.root / "manifest.json").read_bytes()
-        return Spread.of(section, join(group, section["ranks"]), placement, identity)
+        if device == "cuda":
+            take_device()
+        return Spread.of(section, join(group, section["ranks"], device=device), placement, identity)
     for name, value in (("group", group), ("placement", placement), ("rebalance", rebalance)):
         if value is not None:
             fix = "build with experts=ExpertPlan(ranks=...)"
@@ -257,24 +183,6 @@ def _there(tensor: Tensor, device: torch.device, copies: dict[tuple[Any, ...], T
     if key not in copies:
         copies[key] = tensor.to(device)
     return copies[key]
-
-
-def _device(variant: Mapping[str, Any] | None) -> torch.device:
-    """Where a variant runs."""
-    kind = variant["requires"].get("device", "cpu") if variant is not None else "cpu"
-    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.cuda.current_device())
-
-
-def missing_flags(requires: Mapping[str, Any]) -> str:
-    """Processor features that native code needs and this machine lacks, in words.
-
-    requires: the instruction set level `isa`, and `flags` where the compiler used whatever its own machine had.
-    """
-    isa = str(requires.get("isa", ""))
-    if isa not in ISA_FLAGS:
-        return f"support for {isa!r}"
-    have = set(processor_flags())
-    return " ".join(f for f in (*ISA_FLAGS[isa], *requires.get("flags", ())) if f not in have)
 
 
 class _Runners:
@@ -344,13 +252,13 @@ class _Runners:
             raise BundleCorrupt(file=path, reason="the manifest names it to choose tokens, and it does something else")
         return KernelDraw(kernel)
 
-    def graphs(self, max_model_len: int, draw: Draw | None) -> Callable[[ProgramRunner], DecodeSteps] | None:
-        """What captures decode steps, where every operation that waits for the device has a kernel."""
-        if self.device.type != "cuda" or "decode" in self.waiting:
+    def graphs(self, max_model_len: int, draw: Draw | None) -> Graphs | None:
+        """What captures steps of programs that do not wait for the device."""
+        if self.device.type != "cuda":
             return None
-        from deepinfer_compile.runtime.cuda_graphs import DecodeGraphs
+        from deepinfer_compile.runtime.small_graphs import CudaGraphs
 
-        return lambda program: DecodeGraphs(program, self.device, max_model_len, self.state, draw)
+        return CudaGraphs(self.device, max_model_len, self.state, draw, self.waiting)
 
     def _graph(self, digest: str) -> Runner:
         return _all_results(GraphFunction(self.stored.graphs[digest], block_file(digest)))
@@ -379,6 +287,14 @@ def _codec(files: BundleFiles) -> TextCodec | None:
         section.get("chat_template"),
         section.get("generation_config", {}),
     )
+
+
+def _own_memory(executor: BundleExecutor) -> int:
+    """Bytes that this process can allocate, where ranks beside it want as many."""
+    sharing = 1
+    if isinstance(executor, SpreadExecutor) and executor.device.type == "cpu":
+        sharing = neighbours(executor.ranks)
+    return free_memory(executor.device) // sharing
 
 
 def free_memory(device: torch.device | None = None) -> int:

@@ -24,6 +24,8 @@ from deepinfer_compile.errors import RankLost, WrongTarget
 IDLE = "idle"
 KINDS = (IDLE, "decode", "verify", "prefill")
 """What a rank may need, a later one doing what an earlier one does."""
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""What carries tensors between ranks, by where rows are."""
 TIMEOUT_S = 120.0
 """How long ranks that `join` has brought together wait for each other."""
 
@@ -127,13 +129,14 @@ class Ranks:
         raise RankLost(rank=self.rank, ranks=self.size, reason=self.lost, patience=self.patience)
 
 
-def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_S) -> Ranks:
+def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_S, device: str = "cpu") -> Ranks:
     """The ranks of a group; without one, of all processes that torchrun has started, brought together here if nobody
-    has done it. Raises WrongTarget where they are not as many as needed, RankLost."""
+    has done it. device: where rows are; what ranks agree on is on the host. Raises WrongTarget where they are not as
+    many as needed, or cannot carry rows of both, RankLost."""
     patience = f"they wait {timeout:g} s for each other"
     if group is None and not dist.is_initialized() and "WORLD_SIZE" in os.environ:
         try:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+            dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=timeout))
             atexit.register(_leave)
         except RuntimeError as error:
             rank, ranks = os.environ.get("RANK", "?"), os.environ["WORLD_SIZE"]
@@ -146,6 +149,10 @@ def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_
     if found != needed:
         fix = f"start {needed} processes with torchrun --nproc-per-node {needed}, or build for {found}"
         raise WrongTarget(built_for=f"experts over {needed} ranks", found=f"{found}", fix=fix)
+    carried = {kind.type for kind in group._device_types} if group is not None else {"cpu", device}
+    if missing := {"cpu", device} - carried:
+        fix = f"use torch.distributed.init_process_group({BACKENDS[device]!r})"
+        raise WrongTarget(built_for=f"ranks that exchange tensors on {device}", found=f"none on {missing}", fix=fix)
     return Ranks(group, patience)
 
 
@@ -160,4 +167,14 @@ def neighbours(ranks: Ranks) -> int:
     return max(1, min(ranks.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-__all__ = ["IDLE", "KINDS", "Ranks", "Sent", "join", "neighbours"]
+def take_device() -> None:
+    """Let this process use the CUDA device of torchrun's number for it. Raises WrongTarget where there are fewer."""
+    local, have = int(os.environ.get("LOCAL_RANK", "-1")), torch.cuda.device_count()
+    if local >= have:
+        fix = f"start at most {have} processes on this machine"
+        raise WrongTarget(built_for="a CUDA device for each rank", found=f"{have} devices, rank {local}", fix=fix)
+    if local >= 0:
+        torch.cuda.set_device(local)
+
+
+__all__ = ["IDLE", "KINDS", "Ranks", "Sent", "join", "neighbours", "take_device"]

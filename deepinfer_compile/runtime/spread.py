@@ -100,7 +100,7 @@ class SpreadExecutor(BundleExecutor):
         for program in self.programs.values():
             for name, held in spread.inputs().items():
                 if name in program.place:
-                    program.bind(name, held)
+                    program.bind(name, held.to(self.device))
 
     def step(self, inputs: StepInput) -> Tensor:
         """See `Executor`. Raises RankLost."""

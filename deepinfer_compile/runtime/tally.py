@@ -11,10 +11,11 @@ from torch import Tensor
 
 
 class Tally:
-    """The `Choices` of one rank. load: i64[layers, experts], choices of tokens of requests while it was counting."""
+    """The `Choices` of one rank. load: i64[layers, experts + 1], choices of tokens of requests while it was counting,
+    the last column of ids that are no expert."""
 
     def __init__(self, layers: int, experts: int) -> None:
-        self.load = torch.zeros(layers, experts, dtype=torch.int64)
+        self.load = torch.zeros(layers, experts + 1, dtype=torch.int64)
         self._real: Tensor | None = None
         self._counting = False
         self._layer = 0
@@ -29,9 +30,13 @@ class Tally:
         """See `Choices`."""
         ids = self._kept(ids)
         if self._counting:
-            experts = self.load.shape[1]
-            known = ids[(ids >= 0) & (ids < experts)].long()
-            self.load[self._layer] += torch.bincount(known, minlength=experts)
+            experts = self.load.shape[1] - 1
+            known = (ids >= 0) & (ids < experts)
+            if self.load.device != ids.device:
+                self.load = self.load.to(ids.device)
+            one = torch.ones_like(ids, dtype=torch.int64).flatten()
+            # no sizes that depend on ids, so that nobody waits for a device
+            self.load[self._layer].scatter_add_(0, torch.where(known, ids, experts).long().flatten(), one)
         self._layer += 1
         return ids
 
@@ -40,13 +45,13 @@ class Tally:
         if self._real is None:
             return ids
         if len(ids) == len(self._real):
-            return torch.where(self._real.unsqueeze(-1), ids, -1)
+            return torch.where(self._real.to(ids.device).unsqueeze(-1), ids, -1)
         return ids if bool(self._real.any()) else torch.full_like(ids, -1)
 
     def take(self) -> Tensor:
         """The load so far; it begins again from zero."""
         found, self.load = self.load, torch.zeros_like(self.load)
-        return found
+        return found[:, :-1].cpu().contiguous()
 
 
 __all__ = ["Tally"]

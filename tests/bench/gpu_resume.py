@@ -1,7 +1,8 @@
 """A conversation that goes on, on a GPU: rows from the caches' memory, from disk, or computed again.
 
 The causal encoder-decoder of `gpu_ced` with 8 experts, in a bundle that keeps the last rows of prompts. Each
-conversation has so many tokens, of which the last 32 are new.
+conversation has so many tokens, of which the last 32 are new. Small steps run as graphs, which are captured when one of
+their size comes for the first time; that time is shown once, apart.
 """
 
 from __future__ import annotations
@@ -39,10 +40,15 @@ def load(bundle: Path, weights: Path, folder: Path) -> Any:
     return llm
 
 
-def conversation(tokens: int) -> list[int]:
+def conversation(tokens: int, of: int = 0) -> list[int]:
     """Others begin otherwise."""
     (found,) = gpu_ced.prompts(1, tokens)
-    return [tokens % 30000, *found[1:]]
+    return [(tokens + of) % 30000, *found[1:]]
+
+
+def other_end(whole: list[int]) -> list[int]:
+    """The same conversation with other new tokens."""
+    return [*whole[:-NEW], *(token + 1 for token in whole[-NEW:])]
 
 
 def settle(llm: Any) -> None:
@@ -64,11 +70,17 @@ def resume(rows: Rows) -> None:
             whole = conversation(tokens)
             add(rows, tokens, "computed", ask(llm, whole[:-NEW]), "")
             settle(llm)
-            add(rows, tokens, "memory", ask(llm, whole), "")
+            add(rows, tokens, "memory, first of its size", ask(llm, whole), "")
+            add(rows, tokens, "memory", ask(llm, other_end(whole)), "")
         llm.close()
         del llm
         torch.cuda.empty_cache()
         llm = load(bundle, root / "weights", root / "rows")
+        for tokens in LENGTHS:
+            warm = conversation(tokens, of=1)
+            ask(llm, warm[:-NEW])
+            ask(llm, warm)
+        settle(llm)
         leave_memory(root / "rows")
         link = rate(root / "rows")
         leave_memory(root / "rows")

@@ -1,9 +1,10 @@
 """One rank of a test: `python -m tests.e2e.rank_worker FOLDER SIZE PATIENCE RANK` does FOLDER/jobs.json.
 
-A job names a bundle and what each rank does with it: `forced`, a sequence whose logits are wanted, read in a prompt and
-then token by token, none where a rank has nothing to do; `prompts`, to be completed; `place`, another placement
-than it was loaded with; `traffic`, see `rebalanced`; `die`, `stop` or `fail`, the rank that ends, stands still or
-raises in its third step.
+A job names a bundle, the target that runs (by default the references, or with `native` this CPU; each rank takes the
+GPU of its number), and what each rank does with it: `forced`, a sequence whose logits are wanted, read in a prompt and
+then token by token, none where a rank has nothing to do; `prompts`, to be completed; `place`, another placement than it
+was loaded with; `traffic`, see `rebalanced`; `die`, `stop` or `fail`, the rank that ends, stands still or raises in its
+third step.
 FOLDER/RANK.json gets a dict a job: tokens, bytes that were sent, what the formula for them needs; and
 FOLDER/RANK.JOB.safetensors its tensors: logits, and the experts that it holds.
 """
@@ -28,7 +29,7 @@ from deepinfer_compile import SamplingParams, load
 from deepinfer_compile.bundle import read_bundle
 from deepinfer_compile.ops import parallel
 from deepinfer_compile.runtime.loading import open_executor
-from deepinfer_compile.runtime.ranks import join
+from deepinfer_compile.runtime.ranks import BACKENDS, join
 from deepinfer_compile.runtime.spread import Spread, SpreadExecutor
 from tests.e2e.forced import forced_logits
 from tests.e2e.rebalanced import traffic
@@ -73,12 +74,12 @@ PLAIN = parallel.chosen_slots
 
 def do(job: dict[str, Any], rank: int) -> dict[str, Any]:
     """One job on one rank."""
-    files = read_bundle(job["bundle"])
-    room, native = files.manifest.experts["room"], bool(job.get("native"))
+    files, target = read_bundle(job["bundle"]), job.get("target")
+    room, native = files.manifest.experts["room"], bool(job.get("native") or target)
     found: dict[str, Any] = {}
     if "forced" in job:
         spread = Spread.of(files.manifest.experts, join(None, dist.get_world_size()), job.get("placement"))
-        executor, weights = open_executor(files, native=native, spread=spread)
+        executor, weights = open_executor(files, target, native, spread=spread)
         assert isinstance(executor, SpreadExecutor)
         executor.allocate((8,) * len(executor.groups))
         for cache in executor.allocated.values():
@@ -93,7 +94,7 @@ def do(job: dict[str, Any], rank: int) -> dict[str, Any]:
         found |= {**facts, "held": _held(served.weights, files)}
     if "prompts" in job:
         placement = job["placements"][rank] if "placements" in job else job.get("placement")
-        llm = load(job["bundle"], native=native, placement=placement, **SIZES)
+        llm = load(job["bundle"], target=target, native=native, placement=placement, **SIZES)
         assert llm.ranks is not None
         for what, act in ACTS.items():
             if job.get(what) == rank:
@@ -142,7 +143,10 @@ def _in_step(executor: SpreadExecutor, number: int, act: Callable[[], None]) -> 
 
 def main(folder: Path, size: int, patience: float, rank: int) -> None:
     store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=patience))
+    if torch.cuda.device_count() >= size:
+        torch.cuda.set_device(rank)
+    backend = BACKENDS["cuda" if torch.cuda.device_count() >= size else "cpu"]
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=patience))
     try:
         facts = []
         for i, job in enumerate(json.loads((folder / "jobs.json").read_text())):

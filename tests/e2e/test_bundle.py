@@ -167,13 +167,13 @@ def test_no_compiler_is_an_error_before_anything_is_written(
 
 
 def test_bnd_3_a_bundle_for_another_processor_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepinfer_compile.runtime import loading
+    from deepinfer_compile.runtime import variants
 
     isa = dc.load(bundle).files.manifest.variants["cpu"]["requires"]["isa"]
-    monkeypatch.setitem(loading.ISA_FLAGS, isa, ("avx4096",))
+    monkeypatch.setitem(variants.ISA_FLAGS, isa, ("avx4096",))
     with pytest.raises(WrongTarget, match="avx4096"):
         dc.load(bundle)
-    monkeypatch.delitem(loading.ISA_FLAGS, isa)
+    monkeypatch.delitem(variants.ISA_FLAGS, isa)
     with pytest.raises(WrongTarget, match=isa):
         dc.load(bundle)
     dc.load(bundle, native=False)
