@@ -356,8 +356,11 @@ def _picked(call: Call, source: Any, first: int, indices: list[Node]) -> Value:
 
 @rule("aten.searchsorted")
 def _searchsorted(call: Call) -> Value:
-    """Where wanted rows are among the kept tokens."""
-    if [call.of(call.arg(n)) for n in ("sorted_sequence", "self")] != [Kind.KEPT_IDS, Kind.ROW_IDS]:
+    """Where wanted rows are among the kept tokens, or values of tokens in a table."""
+    kinds = [call.of(call.arg(n)) for n in ("sorted_sequence", "self")]
+    if kinds[0] is Kind.CONST and call.rank(call.arg("sorted_sequence")) == 1 and isinstance(kinds[1], Rows):
+        return kinds[1]
+    if kinds != [Kind.KEPT_IDS, Kind.ROW_IDS]:
         call.refuse("it looks for something else than wanted rows among kept tokens")
     return Kind.KEPT_ROW_IDS
 

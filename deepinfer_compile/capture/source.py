@@ -139,7 +139,7 @@ def concrete_buffers(model: Any) -> dict[str, Tensor]:
                 module._buffers[name] = (
                     blank.fill_(float("nan")) if blank.is_floating_point() else blank.fill_(-(2**20))
                 )
-            model._init_weights(module)
+            _owner(model, prefix)._init_weights(module)
         for name, buffer in held.items():
             value = module._buffers[name].detach()
             module._buffers[name] = buffer
@@ -151,6 +151,15 @@ def concrete_buffers(model: Any) -> dict[str, Tensor]:
                 )
             found[full] = value
     return found
+
+
+def _owner(model: Any, path: str) -> Any:
+    """The innermost model around a module, which is what initialises it."""
+    owner = at = model
+    for name in path.split(".") if path else ():
+        at = getattr(at, name)
+        owner = at if hasattr(at, "_init_weights") else owner
+    return owner
 
 
 def _context(config: Any) -> int:

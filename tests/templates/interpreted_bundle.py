@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +15,17 @@ import torch
 from torch import Tensor
 
 import deepinfer_compile as dc
+from deepinfer_compile import LLM
 from deepinfer_compile.bundle import BundleFiles, read_bundle
 from deepinfer_compile.passes import merge_linears
-from deepinfer_compile.runtime import cubins, loading
+from deepinfer_compile.runtime import cubins, loading, variants
 from deepinfer_compile.runtime.launch import buffer_shape, check_operands, evaluate, plan_from_json, values_of
+from deepinfer_compile.runtime.loading import open_executor
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.targets import nvidia
 from tests import models, v41, yoco_model
 from tests.e2e.parity import bundle_tokens, eager_tokens, prompts
+from tests.runtime.test_small_graphs import Stand
 from tests.triton_interpreter import load
 
 
@@ -68,8 +72,8 @@ def interpreted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bundles for a GPU run here."""
     Interpreted.folder, Interpreted.ran, Interpreted.earlier = tmp_path, set(), set()
     monkeypatch.setattr(cubins, "Cubin", Interpreted)
-    monkeypatch.setattr(loading, "_has_device", lambda requires: True)
-    monkeypatch.setattr(loading, "_device", lambda variant: torch.device("cpu"))
+    monkeypatch.setattr(variants, "_has_device", lambda requires: True)
+    monkeypatch.setattr(loading, "device_of", lambda variant: torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -155,3 +159,25 @@ def test_streams_rows_and_partly_turned_heads_equal_eager(tmp_path: Path, interp
     llm = dc.load(tmp_path / "bundle", target="nvidia-sm90", max_num_batched_tokens=16, max_num_seqs=3)
     assert bundle_tokens(llm, given, 3) == [v41.eager_tokens(model, p, 3) for p in given]
     assert {"mix_streams", "join_streams", "rope", "rotary_table", "select_rows"} <= Interpreted.ran
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "yoco", "v41"])
+def test_small_steps_are_filled_up_for_kernels(
+    name: str, tmp_path: Path, interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As graphs replay them: tokens of requests of length 0 behind those of the step, for every kernel."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    made: Any = {
+        "deepseek_v3": lambda: models.make(name, num_hidden_layers=2, first_k_dense_replace=1),
+        "yoco": lambda: yoco_model.make_yoco(yoco_model.Form(lower=(0,), upper=(0, 5))),
+        "v41": v41.make,
+    }[name]()
+    eager = {"deepseek_v3": eager_tokens, "yoco": yoco_model.eager_tokens, "v41": v41.eager_tokens}[name]
+    dc.build(made, tmp_path / "bundle", target="nvidia-sm90")
+    executor, _ = open_executor(read_bundle(tmp_path / "bundle"), "nvidia-sm90")
+    executor.make_graphs = stand = Stand(executor)
+    llm = LLM(executor, max_num_seqs=3, max_num_batched_tokens=24, max_model_len=128)
+    given = prompts(300, (5, 1, 30))
+    assert bundle_tokens(llm, given, 3) == [eager(made, p, 3) for p in given]
+    assert any(tokens < size for steps in stand.made.values() for size, tokens in steps.ran)

@@ -33,9 +33,9 @@ def as_tuple(made: Any) -> tuple[Tensor, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 
-def check(spec: AnySpec, case: Case[Any], config: Any, folder: Path, *, twice: bool = False) -> None:
+def check(spec: AnySpec, case: Case[Any], config: Any, folder: Path) -> None:
     """Results within tolerance of fp64 and unbiased, whole numbers equal; what is written equals what the reference
-    writes. twice: and a second run gives the same bits."""
+    writes. That a second run gives the same bits is tested on GPUs: here programs run one behind the other."""
     given = spec.inputs(case, torch.Generator().manual_seed(1))
     floats = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, given)
     wanted = as_tuple(spec.op.reference(*clone(floats).values()))
@@ -43,13 +43,11 @@ def check(spec: AnySpec, case: Case[Any], config: Any, folder: Path, *, twice: b
     types = [made.dtype for made in as_tuple(spec.op.reference(*written.values()))]
     first = clone(given)
     got = run(spec, case.params, config, first, folder)
-    again = run(spec, case.params, config, clone(given), folder) if twice else got
     for name in spec.op.mutates:
         torch.testing.assert_close(first[name], written[name], rtol=0, atol=0, equal_nan=True)
-    for want, dtype, found, same in zip(wanted, types, got, again, strict=True):
+    for want, dtype, found in zip(wanted, types, got, strict=True):
         found = found.view(want.shape)
         assert found.dtype == dtype
-        assert torch.equal(found, same.view(want.shape)), "two runs differ"
         if not want.is_floating_point():
             if spec.unordered:
                 found, want = found.sort().values, want.sort().values
@@ -73,8 +71,20 @@ def defaults(spec: AnySpec, case: Case[Any]) -> dict[Any, int]:
     return found
 
 
+LONG = (
+    *(("mix_streams", "typical"), ("sample", "whole"), ("sample", "half"), ("cached_select_rows", "prompts")),
+    *(("cached_latent_attention", "chunk"), ("join_streams", "typical"), ("collapse_streams", "typical")),
+)
+"""Cases that take seconds, of kernels whose other cases have all their ways."""
+
+
+def marks(spec: AnySpec, case: Case[Any]) -> tuple[Any, ...]:
+    """Why a case does not always run."""
+    return (pytest.mark.slow,) if (spec.op.name, case.name) in LONG else ()
+
+
 DEFAULTS = [
-    pytest.param(spec, case, config, id=f"{spec.op.name}-{case.name}-{requests}")
+    pytest.param(spec, case, config, id=f"{spec.op.name}-{case.name}-{requests}", marks=marks(spec, case))
     for spec, case in SMALL
     for config, requests in defaults(spec, case).items()
 ]
@@ -82,8 +92,7 @@ DEFAULTS = [
 
 @pytest.mark.parametrize(("spec", "case", "config"), DEFAULTS)
 def test_default(spec: AnySpec, case: Case[Any], config: Any, tmp_path: Path) -> None:
-    last = list(defaults(spec, case))[-1]
-    check(spec, case, config, tmp_path, twice=config == last)
+    check(spec, case, config, tmp_path)
 
 
 @pytest.mark.slow

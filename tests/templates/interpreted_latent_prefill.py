@@ -85,6 +85,7 @@ def test_without_earlier_tokens_nothing_is_absorbed(config: Any, tmp_path: Path)
         assert empty.tolist() == [True] * 20 + [False] * 7 + [True] * 9, name
 
 
+@pytest.mark.slow
 def test_heads_of_a_token_share_a_reading_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of prompts has requests with one new token too: a tile of theirs is full as well."""
     params = replace(PARAMS, heads=20)
@@ -105,6 +106,7 @@ def test_heads_of_a_token_share_a_reading_of_the_cache(tmp_path: Path, monkeypat
     assert counts[1] - counts[0] == 3 * tiles * 64 // SMALL.past_n
 
 
+@pytest.mark.slow
 def test_more_requests_than_are_looked_up_at_once(tmp_path: Path) -> None:
     params = replace(PARAMS, heads=1)
     new = tuple(3 * (i % 9 == 4) for i in range(270))

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from deepinfer_compile.capture import capture
+from deepinfer_compile.capture.source import concrete_buffers
 from deepinfer_compile.errors import UnsupportedArchitecture, UnsupportedConstruct
 from deepinfer_compile.replay import bind, weights_from
 from tests import models
@@ -117,3 +118,31 @@ def test_stock_implementations_can_be_traced() -> None:
 
 def test_decoder_longer_than_its_table() -> None:
     assert capture(PlainDecoder(context=64).eval()).info["max_tokens"] == 64
+
+
+class Inner(nn.Module):
+    """A model inside a model, which knows what its own buffers hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 16
+        self.register_buffer("scale", torch.empty(1, device="meta"), persistent=False)
+
+    def _init_weights(self, module: Any) -> None:
+        module.scale.fill_(self.size**-0.5)
+
+
+class Outer(nn.Module):
+    """Has no size, as the heads of some published models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Inner()
+
+    def _init_weights(self, module: Any) -> None:
+        raise AssertionError("the innermost model initialises a module")
+
+
+def test_buffers_are_filled_by_the_innermost_model() -> None:
+    found = concrete_buffers(Outer())
+    assert {name: held.tolist() for name, held in found.items()} == {"model.scale": [0.25]}
