@@ -78,10 +78,11 @@ def uncast(node: Node) -> Node:
     """What widening casts of a floating tensor were applied to: the same numbers in the dtype they came in."""
     while is_cast(node):
         source = operand(node)
-        if (
-            torch.promote_types(dtype_of(source), dtype_of(node)) != dtype_of(node)
-            or not dtype_of(source).is_floating_point
-        ):
+        narrow, wide = dtype_of(source), dtype_of(node)
+        # types of one byte have no common type with others, and hold what is stored, not what is computed
+        if not narrow.is_floating_point or min(narrow.itemsize, wide.itemsize) < 2:
+            break
+        if torch.promote_types(narrow, wide) != wide:
             break
         node = source
     return node

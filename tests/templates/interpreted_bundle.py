@@ -178,6 +178,6 @@ def test_small_steps_are_filled_up_for_kernels(
     executor, _ = open_executor(read_bundle(tmp_path / "bundle"), "nvidia-sm90")
     executor.make_graphs = stand = Stand(executor)
     llm = LLM(executor, max_num_seqs=3, max_num_batched_tokens=24, max_model_len=128)
-    given = prompts(300, (5, 1, 30))
+    given = prompts(200, (5, 1, 30))
     assert bundle_tokens(llm, given, 3) == [eager(made, p, 3) for p in given]
     assert any(tokens < size for steps in stand.made.values() for size, tokens in steps.ran)
