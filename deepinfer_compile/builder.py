@@ -47,7 +47,7 @@ from deepinfer_compile.replay import result, vocabulary
 from deepinfer_compile.report import write_report
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.interpret import known_namespace
-from deepinfer_compile.settings import BuildSettings
+from deepinfer_compile.settings import BuildSettings, ExpertPlan
 from deepinfer_compile.targets import get_target
 from deepinfer_compile.targets.base import Job, Target, Variant
 
@@ -282,7 +282,7 @@ def _manifest(compiled: Compiled, options: BuildSettings, variants: Sequence[Var
         },
         programs={name: {"file": f"programs/{name}.json"} for name in compiled.programs},
         variants={v.target: _variant_record(v) for v in variants},
-        experts=first.info.get("experts", {}),
+        experts=_expert_section(compiled, options.experts),
         caches={"page_size": PAGE_SIZE, "inputs": [c.name for c in first.caches]},
         arena={name: peak_bytes(program) for name, program in compiled.programs.items()},
         tuning={v.target: v.tuning for v in variants if v.tuning},
@@ -300,6 +300,14 @@ def _manifest(compiled: Compiled, options: BuildSettings, variants: Sequence[Var
             options.weights, str(source.folder.resolve()) if options.weights == "link" and source.folder else ""
         ),
     )
+
+
+def _expert_section(compiled: Compiled, plan: ExpertPlan | None) -> dict[str, Any]:
+    """Where the experts are: as the program that reads prompts has them, and as the others do on ranks of their own."""
+    if plan is None:
+        return {}
+    found = {name: program.info["experts"] for name, program in compiled.programs.items()}
+    return found["prefill"] if plan.decode is None else {**found["prefill"], "decode": found["decode"]}
 
 
 def _variant_record(v: Variant) -> dict[str, Any]:

@@ -19,13 +19,22 @@ REPLAYS = ("compact", "off")
 class ExpertPlan:
     """Experts spread over ranks: each rank holds ceil(slots / ranks) slots of every layer, and a slot one expert.
 
-    slots: the experts of a layer and as many copies of some as are beyond them; None is the experts alone.
+    slots: the experts of a layer and as many copies of some as are beyond them; None is the experts alone. decode: of
+    the programs that decode and verify, where other ranks run these; `ranks` then run the program that reads prompts.
     """
 
     ranks: int
     slots: int | None = None
+    decode: ExpertPlan | None = None
+
+    def of(self, program: str) -> ExpertPlan:
+        """The plan of a program by its name."""
+        return self if self.decode is None or program == "prefill" else self.decode
 
     def __post_init__(self) -> None:
+        if self.decode is not None and (not isinstance(self.decode, ExpertPlan) or self.decode.decode is not None):
+            fix = "use ExpertPlan(ranks=..., slots=...)"
+            raise BadOption(name="decode", value=self.decode, reason="it is not a plan of one part", fix=fix)
         for name, count in (("ranks", self.ranks), ("slots", self.slots)):
             if count is not None and (type(count) is not int or count < 1):
                 raise BadOption(name=name, value=count, reason="it is not a positive number", fix="use 1 or more")

@@ -41,8 +41,9 @@ class PartitionExperts:
             `s = layer_beside(r)`, what does not depend on the experts, as the shared one
             `m = experts(rows, local, 1, w13[room,2I,H], w2[room,H,I], ...)`
             `y = layer_after(combine(m, row, weights, sizes), s)`
-    Placement and rank are inputs; room = ceil(slots / ranks) is not. Runs with the setting `experts`. form: how rows
-    travel (`ops/parallel.py`). Weights that the graph stacks or joins become tensors of their own, with a recipe.
+    Placement and rank are inputs; room = ceil(slots / ranks) is not. Runs with the setting `experts`, whose plan may be
+    another one for programs that decode. form: how rows travel (`ops/parallel.py`). Weights that the graph stacks or
+    joins become tensors of their own, with a recipe.
     Raises BadOption for slots that do not fit, and for a model without experts; UnsupportedConstruct for layers of
     different sizes, and for weights that are more than stacked, joined, cast or transposed.
     """
@@ -55,9 +56,10 @@ class PartitionExperts:
     form: Literal["exact", "static"] = "exact"
 
     def run_program(self, program: Program, ctx: PassContext) -> Program:
-        plan: ExpertPlan | None = ctx.settings.get("experts")
-        if plan is None:
+        plans: ExpertPlan | None = ctx.settings.get("experts")
+        if plans is None:
             return program
+        plan = plans.of(program.name)
         work = _Work(program, plan, self.form)
         while (found := work.next()) is not None:
             block, node = found

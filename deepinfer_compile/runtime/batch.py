@@ -16,7 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from deepinfer_compile.runtime.drawing import Draw, Numbers
-    from deepinfer_compile.runtime.page_rows import PageRows
+    from deepinfer_compile.runtime.page_rows import Form, PageRows
     from deepinfer_compile.runtime.pages import Ints
 
 PAGE_SIZE = 64
@@ -101,6 +101,14 @@ class Executor(Protocol):
 
     def read_page(self, group: int, page: int) -> dict[str, Tensor]:
         """The rows of a page of a group: a contiguous copy on the host for each of its caches."""
+        ...
+
+    def page_form(self, group: int) -> Form:
+        """Where the caches of a group are in the bytes of a page."""
+        ...
+
+    def read_pages(self, group: int, pages: Sequence[int]) -> Tensor:
+        """The rows of pages of a group on the host, u8[pages, bytes of its form]."""
         ...
 
     def write_pages(self, group: int, pages: Sequence[int], rows: Sequence[PageRows]) -> int:

@@ -14,14 +14,19 @@ from torch import Tensor
 
 from deepinfer_compile.bundle import BundleFiles, Checkpoint, WeightFiles, reload_into
 from deepinfer_compile.errors import BadOption, BadRequest, CompileError
+from deepinfer_compile.runtime.batch import Executor
 from deepinfer_compile.runtime.call import Call
 from deepinfer_compile.runtime.driver import Driver
+from deepinfer_compile.runtime.engine import Engine
 from deepinfer_compile.runtime.llm import LLM, Stream
+from deepinfer_compile.runtime.options import EngineOptions
 from deepinfer_compile.runtime.outputs import RequestOutput
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.prompts import Prompt
 from deepinfer_compile.runtime.spread import Spread, SpreadExecutor
 from deepinfer_compile.runtime.stops import TextCodec
+from deepinfer_compile.runtime.unit import UnitExecutor
+from deepinfer_compile.runtime.units import unit_engine
 
 if TYPE_CHECKING:
     from deepinfer_compile.eplb.placement import Ints, Placement
@@ -36,6 +41,7 @@ class BundleLLM(LLM):
     calls of `generate`, `stream`, `place` and `balance`, each with prompts of its own, none where it has nothing to do,
     and a call ends on all of them at once; a stream that is left early must be closed. An error that concerns one rank
     is raised there when the others have ended. Then also raises RankLost, and BadRequest while another call is running.
+    Where some ranks read prompts and others decode, the first have prompts and get the results; `decodes` says which.
     """
 
     files: BundleFiles
@@ -44,6 +50,18 @@ class BundleLLM(LLM):
     checkpoint: Path | None = None
     parts: dict[str, int]
     ranks: SpreadExecutor | None = None
+
+    def _engine(
+        self, executor: Executor, options: EngineOptions, eos_token_ids: Sequence[int], text: TextCodec | None
+    ) -> Engine:
+        if isinstance(executor, UnitExecutor):
+            return unit_engine(executor, options, eos_token_ids, text)
+        return super()._engine(executor, options, eos_token_ids, text)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether this rank takes no prompts, because it decodes those of others."""
+        return isinstance(self.ranks, UnitExecutor) and not self.ranks.unit.prefill
 
     def generate(
         self,

@@ -36,6 +36,8 @@ class Engine:
     tokens fits into the caches, BadOption when max_model_len exceeds what the executor was built for.
     """
 
+    seats: type[Scheduler] = Scheduler
+
     def __init__(
         self, executor: Executor, options: EngineOptions | None = None, *, eos_token_ids: Sequence[int] = ()
     ) -> None:
@@ -57,7 +59,7 @@ class Engine:
         pages = Pages(
             executor.groups, counts, seats=seats, max_model_len=self.max_model_len, backtrack=options.backtrack
         )
-        self.scheduler = Scheduler(
+        self.scheduler = self.seats(
             pages,
             max_num_seqs=seats,
             max_num_batched_tokens=options.max_num_batched_tokens,
@@ -189,7 +191,7 @@ class Engine:
             self._rest()
             return
         for seat in plan.joined:
-            self._sampler.join(self.scheduler.request(seat))
+            self._join(self.scheduler.request(seat))
         batch = self.scheduler.batch(plan)
         requests = [self.scheduler.request(seat) for seat in batch.sampled.tolist()]
         index = np.array([len(request.output_ids) for request in requests], dtype=np.int64)
@@ -198,6 +200,10 @@ class Engine:
         self._score_prompts(batch, logits)
         if requests:
             self._sample(batch, logits, requests, index, drawn)
+
+    def _join(self, request: Request) -> None:
+        """A request has got a seat, and its first step there comes."""
+        self._sampler.join(request)
 
     def _rest(self) -> None:
         """Where all requests wait for pages from disk, wait for one to come, or for a note from another thread."""
@@ -344,4 +350,8 @@ class Engine:
                 request.finish_reason, request.stop_reason = "stop", found
         del self._alive[request.id]
         request.report()
-        self.scheduler.remove(request)  # last: it copies pages for the disk, and whoever waits must hear of the end
+        self._release(request)  # last: it copies pages for the disk, and whoever waits must hear of the end
+
+    def _release(self, request: Request) -> None:
+        """Free what a request holds that has ended."""
+        self.scheduler.remove(request)

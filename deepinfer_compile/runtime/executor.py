@@ -205,6 +205,20 @@ class BundleExecutor:
         """See `Executor`."""
         return {name: held[page].to("cpu", copy=True).contiguous() for name, held in self._caches(group).items()}
 
+    def page_form(self, group: int) -> Form:
+        """See `Executor`."""
+        return Form.of({name: (held.dtype, tuple(held.shape[1:])) for name, held in self._caches(group).items()})
+
+    def read_pages(self, group: int, pages: Sequence[int]) -> Tensor:
+        """See `Executor`."""
+        form, caches = self.page_form(group), self._caches(group)
+        found = torch.zeros((len(pages), form.size), dtype=torch.uint8)
+        places = torch.tensor(pages, dtype=torch.int64, device=self.device)
+        for one in form.places if len(pages) else ():
+            rows = caches[one.name].index_select(0, places).flatten(1)
+            found[:, one.start : one.end] = rows.view(torch.uint8).cpu()
+        return found
+
     def write_pages(self, group: int, pages: Sequence[int], rows: Sequence[PageRows]) -> int:
         """See `Executor`."""
         caches, done = self._caches(group), 0

@@ -63,11 +63,17 @@ class LLM:
             prefix_cache_retention=prefix_cache_retention,
         )
         known = text.eos_token_ids if text is not None else ()
-        self.engine = Engine(executor, options, eos_token_ids=(*eos_token_ids, *known))
+        self.engine = self._engine(executor, options, (*eos_token_ids, *known), text)
         self.default_params = default_params or SamplingParams()
         self._codec = text
         self._driver = Driver(self.engine)
         self._numbers = itertools.count()
+
+    def _engine(
+        self, executor: Executor, options: EngineOptions, eos_token_ids: Sequence[int], text: TextCodec | None
+    ) -> Engine:
+        """What runs the requests."""
+        return Engine(executor, options, eos_token_ids=eos_token_ids)
 
     @property
     def max_model_len(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 import deepinfer_compile.ops  # noqa: F401  (graphs name the dialect's operations)
-from deepinfer_compile.bundle import BundleFiles, WeightFiles, read_bundle
+from deepinfer_compile.bundle import BundleFiles, read_bundle
 from deepinfer_compile.errors import (
     BadOption,
     BundleCorrupt,
@@ -25,10 +24,12 @@ from deepinfer_compile.runtime.executor import BundleExecutor, Graphs, ProgramRu
 from deepinfer_compile.runtime.interpret import GraphFunction
 from deepinfer_compile.runtime.kernel_blocks import KernelRunner, StepState, kernel_block, kernel_record, waits
 from deepinfer_compile.runtime.native import load_kernels
-from deepinfer_compile.runtime.ranks import join, neighbours, take_device
+from deepinfer_compile.runtime.ranks import Ranks, neighbours
+from deepinfer_compile.runtime.shares import executor_type, part_of, parts_of, programs_of, share_of
 from deepinfer_compile.runtime.spread import Spread, SpreadExecutor
 from deepinfer_compile.runtime.stored import Stored, block_file, read_programs
 from deepinfer_compile.runtime.text import TextCodec
+from deepinfer_compile.runtime.unit import Unit
 from deepinfer_compile.runtime.variants import device_kind, device_of, variant_of, variant_text
 
 if TYPE_CHECKING:
@@ -68,7 +69,10 @@ def load(
     `SamplingParams.retention`; "chat" a week, "agent" three days. group: the ranks of a bundle whose experts are
     spread, by default those of torchrun; all give the same placement, the expert in each slot ([layers, slots] with -1
     for none, or of `eplb.rebalance`; by default in order), and rebalance, when they move by their load (by default no).
-    Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, WrongTarget, WeightMismatch, OutOfMemory, BadOption.
+    Of a bundle with a plan of its own for `decode`, the first ranks read prompts and the others decode; all of one kind
+    give the same placement.
+    Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, WrongTarget, WeightMismatch, OutOfMemory, BadOption,
+    HandoverMismatch, RankLost.
     """
     if not 0 < memory_fraction <= 1:
         raise BadOption(name="memory_fraction", value=memory_fraction, reason="it is a share", fix="use 0 < x <= 1")
@@ -77,14 +81,15 @@ def load(
     built = int(files.manifest.model["max_model_len"])
     if max_model_len is not None and not 0 < max_model_len <= built:
         raise ContextTooLong(request="load", needed=max_model_len, limit=built, built=built)
-    spread = _spread(files, group, placement, rebalance, device_kind(variant_of(files, target, native)))
-    executor, weights = open_executor(files, target, native, Path(checkpoint) if checkpoint else None, stored, spread)
+    source, kind = Path(checkpoint) if checkpoint else None, device_kind(variant_of(files, target, native))
+    share = share_of(files, stored, group, placement, rebalance, kind, max_model_len or built, source)
+    executor, weights = open_executor(files, target, native, source, stored, share.spread, share.unit)
     llm = BundleLLM(
         executor,
         _codec(files),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        memory_bytes=int(_own_memory(executor) * memory_fraction),
+        memory_bytes=int(_own_memory(executor, share.ranks) * memory_fraction),
         max_model_len=max_model_len,
         enable_prefix_caching=enable_prefix_caching,
         prefix_cache_ttl=prefix_cache_ttl,
@@ -95,7 +100,7 @@ def load(
     )
     llm.ranks = executor if isinstance(executor, SpreadExecutor) else None
     llm.files, llm.weights, llm.variant = files, weights, variant_text(files, target, native)
-    llm.checkpoint, llm.parts = Path(checkpoint) if checkpoint else None, _parts(stored)
+    llm.checkpoint, llm.parts = source, parts_of(stored)
     llm.balance(rebalance)
     return llm
 
@@ -107,8 +112,10 @@ def open_executor(
     checkpoint: Path | None = None,
     stored: Stored | None = None,
     spread: Spread | None = None,
+    unit: Unit | None = None,
 ) -> tuple[BundleExecutor, dict[str, Tensor]]:
-    """The executor of a checked bundle, and the tensors that it runs on by name; of experts, those of the rank."""
+    """The executor of a checked bundle, and the tensors that it runs on by name; of experts, those of the rank, and of
+    a rank with a role, those of its programs."""
     stored = stored or read_programs(files)
     variant = variant_of(files, target, native)
     weights = files.weights(checkpoint)
@@ -117,19 +124,19 @@ def open_executor(
     programs: dict[str, ProgramRunner] = {}
     held: dict[str, Tensor] = {}
     copies: dict[tuple[Any, ...], Tensor] = {}
-    for name, data in stored.programs.items():
+    for name, data in programs_of(stored, unit).items():
         file = files.manifest.programs[name]["file"]
         for spec in data["weights"].values():
             if spec["tensor"] not in weights:
                 raise MissingWeight(tensor=spec["tensor"], where=file)
             if spec["tensor"] not in held:
-                part = _part(weights, spec, spread)
+                part = part_of(weights, spec, spread)
                 held[spec["tensor"]] = _there(part, device, copies)
         bound = {block: runners.get(digest, name) for block, digest in data["blocks"].items()}
         programs[name] = ProgramRunner(data, bound, held, file)
     model = files.manifest.model
     limit, draw = int(model["max_model_len"]), runners.draw()
-    make = BundleExecutor if spread is None else partial(SpreadExecutor, spread)
+    make = executor_type(spread, unit)
     executor = make(
         programs,
         model["windows"],
@@ -143,36 +150,6 @@ def open_executor(
         identity_of(files, variant_text(files, target, native), checkpoint),
     )
     return executor, held
-
-
-def _spread(files: BundleFiles, group: Any, placement: Any, rebalance: Rebalance | None, device: str) -> Spread | None:
-    """What this rank of a bundle with experts over ranks holds; None for other bundles. Raises BadOption, ..."""
-    section = files.manifest.experts
-    if section:
-        identity = (files.root / "manifest.json").read_bytes()
-        if device == "cuda":
-            take_device()
-        return Spread.of(section, join(group, section["ranks"], device=device), placement, identity)
-    for name, value in (("group", group), ("placement", placement), ("rebalance", rebalance)):
-        if value is not None:
-            fix = "build with experts=ExpertPlan(ranks=...)"
-            raise BadOption(name=name, value="given", reason="the experts of this bundle are together", fix=fix)
-    return None
-
-
-def _parts(stored: Stored) -> dict[str, int]:
-    """The tensors of which ranks hold rows, and the layer of the placement that says which."""
-    specs = (w for program in stored.programs.values() for w in program["weights"].values())
-    return {w["tensor"]: w["experts"][0] for w in specs if "experts" in w}
-
-
-def _part(weights: WeightFiles, spec: Mapping[str, Any], spread: Spread | None) -> Tensor:
-    """A tensor, or the rows of it that a rank holds."""
-    if "experts" not in spec:
-        return weights[spec["tensor"]]
-    if spread is None:
-        raise BadOption(name="spread", value=None, reason="experts are spread over ranks", fix="use load(group=...)")
-    return weights.rows(spec["tensor"], spread.experts_of(spec["experts"][0]))
 
 
 def _there(tensor: Tensor, device: torch.device, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
@@ -289,12 +266,9 @@ def _codec(files: BundleFiles) -> TextCodec | None:
     )
 
 
-def _own_memory(executor: BundleExecutor) -> int:
+def _own_memory(executor: BundleExecutor, ranks: Ranks) -> int:
     """Bytes that this process can allocate, where ranks beside it want as many."""
-    sharing = 1
-    if isinstance(executor, SpreadExecutor) and executor.device.type == "cpu":
-        sharing = neighbours(executor.ranks)
-    return free_memory(executor.device) // sharing
+    return free_memory(executor.device) // (neighbours(ranks) if executor.device.type == "cpu" else 1)
 
 
 def free_memory(device: torch.device | None = None) -> int:

@@ -9,6 +9,7 @@ parsed once: they differ only in the checksum.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,21 @@ class Form:
     """Where the tensors of a page are, by name."""
 
     places: tuple[Place, ...]
+
+    @classmethod
+    def of(cls, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Form:
+        """Tensors one behind the other, by name, each from a multiple of ALIGN on."""
+        places, end = [], 0
+        for name, (dtype, shape) in sorted(kinds.items()):
+            start = rounded(end)
+            end = start + math.prod(shape) * dtype.itemsize
+            places.append(Place(name, dtype, shape, start, end))
+        return cls(tuple(places))
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of a run that holds the tensors."""
+        return rounded(self.places[-1].end) if self.places else 0
 
     @cached_property
     def kinds(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -85,12 +101,8 @@ class PageRows(Mapping[str, Tensor]):
     @classmethod
     def of(cls, rows: Mapping[str, Tensor]) -> PageRows:
         """A copy of tensors on the host."""
-        places, end = [], 0
-        for name in sorted(rows):
-            start = rounded(end)
-            end = start + rows[name].nbytes
-            places.append(Place(name, rows[name].dtype, tuple(rows[name].shape), start, end))
-        made = cls(Form(tuple(places)), torch.empty(rounded(end), dtype=torch.uint8))
+        form = Form.of({name: (held.dtype, tuple(held.shape)) for name, held in rows.items()})
+        made = cls(form, torch.empty(form.size, dtype=torch.uint8))
         for name, held in rows.items():
             made[name].copy_(held)
         return made

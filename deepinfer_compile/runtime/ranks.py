@@ -21,9 +21,9 @@ from torch import Tensor
 
 from deepinfer_compile.errors import RankLost, WrongTarget
 
-IDLE = "idle"
-KINDS = (IDLE, "decode", "verify", "prefill")
-"""What a rank may need, a later one doing what an earlier one does."""
+IDLE, WAIT = "idle", "wait"
+KINDS = (IDLE, WAIT, "decode", "verify", "prefill")
+"""What a rank may need, a later one doing what an earlier one does; who waits has nothing now and may have later."""
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """What carries tensors between ranks, by where rows are."""
 TIMEOUT_S = 120.0
@@ -33,13 +33,16 @@ TIMEOUT_S = 120.0
 @dataclass
 class Sent:
     """Bytes that a rank has given to others. rows: of experts' work; sizes: how many rows come; steps: what to run;
-    start: what it has loaded; loads: what tokens chose.
+    start: what it has loaded; loads: what tokens chose; handed: cache rows of requests, to ranks that decode; mail:
+    what is said about these.
 
     With N ranks, rows of H values of b bytes, n(r) rows of this rank's choices for rank r and m(r) rows that came from
     r, a step gives 16 * (N - 1) to steps. Each layer of it gives, over all r but this rank: in the exact form
     8 * (N - 1) to sizes and the sum of n(r) * (H * b + 4) + m(r) * H * b to rows; in the static form
     (N - 1) * L * (2 * H * b + 4) to rows, where L = min(k, room) * the most tokens of a rank. Loading and
-    placing give 64 * (N - 1) to start; a sum of counts of B bytes 2 * B * (N - 1) / N to loads, as a ring does.
+    placing give 64 * (N - 1) to start; a sum of counts of B bytes 2 * B * (N - 1) / N to loads, as a ring does. A
+    request of n written rows gives, for each cache group, its pages from the first that is still read to the last,
+    ceil(n / 64), times what a page of all caches of the group takes, each in multiples of 64 bytes, to handed.
     """
 
     rows: int = 0
@@ -47,6 +50,8 @@ class Sent:
     steps: int = 0
     start: int = 0
     loads: int = 0
+    handed: int = 0
+    mail: int = 0
 
 
 @dataclass
@@ -98,6 +103,18 @@ class Ranks:
         found, sent = self._gather([int.from_bytes(digest[i : i + 4], "big") for i in range(0, 32, 4)])
         self.sent.start += sent
         return bool((found == found[0]).all())
+
+    def told(self, data: bytes) -> list[bytes]:
+        """What every rank says, by rank."""
+        if self.group is None:
+            return [data]
+        sizes, sent = self._gather([len(data)])
+        mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        self._together(dist.all_gather, found, mine, group=self.group)
+        self.sent.start += sent + mine.nbytes * (self.size - 1)
+        return [bytes(one[:size].numpy()) for one, size in zip(found, sizes[:, 0].tolist())]
 
     def total(self, counts: Tensor) -> Tensor:
         """The sum of the ranks' counts, all of one form."""
@@ -177,4 +194,4 @@ def take_device() -> None:
         torch.cuda.set_device(local)
 
 
-__all__ = ["IDLE", "KINDS", "Ranks", "Sent", "join", "neighbours", "take_device"]
+__all__ = ["IDLE", "KINDS", "WAIT", "Ranks", "Sent", "join", "neighbours", "take_device"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,11 +20,14 @@ from deepinfer_compile.ops.parallel import joined
 from deepinfer_compile.runtime.batch import Flight, GroupMeta, StepInput
 from deepinfer_compile.runtime.drawing import Numbers
 from deepinfer_compile.runtime.executor import BundleExecutor
-from deepinfer_compile.runtime.ranks import IDLE, Ranks
+from deepinfer_compile.runtime.ranks import IDLE, WAIT, Ranks
 from deepinfer_compile.runtime.tally import Tally
 
 if TYPE_CHECKING:
     from deepinfer_compile.runtime.rebalance import Balancer
+
+PAUSE_S = 0.005
+"""How long a rank that has nothing to run sleeps while others wait for what comes from elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +116,21 @@ class SpreadExecutor(BundleExecutor):
         return None
 
     def finish(self) -> None:
-        """Take part in the steps of others until no rank has work. Raises RankLost."""
+        """Take part in the steps of others until no rank has work or waits for some. Raises RankLost."""
         while not self.ranks.lost:
-            kind, most = self.ranks.agree(IDLE, 0)
+            kind = self.attend(IDLE)
             if kind == IDLE:
                 return
-            self._together(kind, max(most, 1), _nothing(len(self.groups)), {"kept": _ZERO, "kept_start": _ZERO})
+            if kind == WAIT:
+                time.sleep(PAUSE_S)
+
+    def attend(self, kind: str) -> str:
+        """Say that there is nothing to run here, `idle` or `wait`; take part in the step that another rank needs. What
+        the ranks needed. Raises RankLost."""
+        found, most = self.ranks.agree(kind, 0)
+        if found not in (IDLE, WAIT):
+            self._together(found, max(most, 1), _nothing(len(self.groups)), {"kept": _ZERO, "kept_start": _ZERO})
+        return found
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -175,4 +188,4 @@ def _nothing(groups: int) -> StepInput:
     return StepInput(_ZERO, _ZERO, _ZERO, starts, none, torch.ones(1, dtype=torch.int64), (meta,) * groups)
 
 
-__all__ = ["Spread", "SpreadExecutor"]
+__all__ = ["PAUSE_S", "Spread", "SpreadExecutor"]

@@ -20,6 +20,7 @@ from deepinfer_compile.bundle import LEDGER, BundleFiles
 from deepinfer_compile.bundle.safetensors_io import TORCH_DTYPES
 from deepinfer_compile.errors import BundleCorrupt
 from deepinfer_compile.runtime.interpret import decode, references, resolve
+from deepinfer_compile.runtime.roles import PLAN, disagreement, plan_of, plans_of
 
 PHASES = ("prefill", "decode", "verify")
 MAX_DEPTH = 64
@@ -160,7 +161,7 @@ _node = record(
     },
 )
 _graph = record({"nodes": items(_node, 1)})
-_experts = record(dict.fromkeys(("ranks", "slots", "room", "experts", "layers", "chosen"), whole(1)))
+_plan = record(dict.fromkeys(PLAN, whole(1)))
 _weight = record({"tensor": text, "dtype": _dtype, "shape": _shape, "constant": flag}, {"experts": items(whole(), 2)})
 _cache = record(
     {"name": text, "kind": text, "group": whole(), "layer": whole(), "shape": items(whole(1)), "dtype": _dtype},
@@ -213,7 +214,10 @@ def read_programs(files: BundleFiles) -> Stored:
     with _blaming("manifest.json"):
         _model(manifest.model, "model")
         if manifest.experts:
-            _experts(manifest.experts, "experts")
+            for role, plan in plans_of(manifest.experts).items():
+                _plan(plan, f"experts ({role})")
+            if reason := disagreement(manifest.experts):
+                raise _refuse("experts", f"cannot be shared: {reason}")
         table(_variant, 1)(manifest.variants, "variants")
         record(dict.fromkeys(PHASES, record({"file": text}, closed=False)), closed=False)(manifest.programs, "programs")
     for name, entry in manifest.programs.items():
@@ -222,7 +226,7 @@ def read_programs(files: BundleFiles) -> Stored:
             _check_program(program, entry["file"])
             if program["name"] != name:
                 raise _refuse("the program", f"is {program['name'][:80]!r} and stands for {name!r}")
-            _check_spread(program, manifest.experts, placed)
+            _check_spread(program, plan_of(manifest.experts, name), placed)
             if program["windows"] != manifest.model["windows"]:
                 raise _refuse("the program", f"has the windows {program['windows']}, the manifest has others")
         for digest in program["blocks"].values():

@@ -3,7 +3,7 @@
 A job names a bundle, the target that runs (by default the references, or with `native` this CPU; each rank takes the
 GPU of its number), and what each rank does with it: `forced`, a sequence whose logits are wanted, read in a prompt and
 then token by token, none where a rank has nothing to do; `prompts`, to be completed; `place`, another placement than it
-was loaded with; `traffic`, see `rebalanced`; `die`, `stop` or `fail`, the rank that ends, stands still or raises in its
+was loaded with; `traffic`, see `rebalanced`; `bundles`, see `handed_over`; `die`, `stop` or `fail`, the rank that ends, stands still or raises in its
 third step.
 FOLDER/RANK.json gets a dict a job: tokens, bytes that were sent, what the formula for them needs; and
 FOLDER/RANK.JOB.safetensors its tensors: logits, and the experts that it holds.
@@ -32,6 +32,7 @@ from deepinfer_compile.runtime.loading import open_executor
 from deepinfer_compile.runtime.ranks import BACKENDS, join
 from deepinfer_compile.runtime.spread import Spread, SpreadExecutor
 from tests.e2e.forced import forced_logits
+from tests.e2e.handed_over import serve
 from tests.e2e.rebalanced import traffic
 
 SIZES = {"max_model_len": 200, "max_num_batched_tokens": 96}
@@ -74,6 +75,8 @@ PLAIN = parallel.chosen_slots
 
 def do(job: dict[str, Any], rank: int) -> dict[str, Any]:
     """One job on one rank."""
+    if "bundles" in job:
+        return serve(job, rank)
     files, target = read_bundle(job["bundle"]), job.get("target")
     room, native = files.manifest.experts["room"], bool(job.get("native") or target)
     found: dict[str, Any] = {}
