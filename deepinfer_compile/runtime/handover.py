@@ -48,11 +48,11 @@ class HandoverRecord:
 
     version: int
     units: dict[str, int]
-    weights: str
-    vocab_size: int
-    context: int
     page_size: int
     caches: tuple[CacheRecord, ...]
+    context: int
+    vocab_size: int
+    weights: str
 
     @classmethod
     def of(
@@ -69,11 +69,11 @@ class HandoverRecord:
         return cls(
             version=VERSION,
             units={role: plan["ranks"] for role, plan in plans_of(files.manifest.experts).items()},
-            weights=weights_digest(files, checkpoint),
-            vocab_size=int(files.manifest.model["vocab_size"]),
-            context=context,
             page_size=PAGE_SIZE,
             caches=tuple(caches),
+            context=context,
+            vocab_size=int(files.manifest.model["vocab_size"]),
+            weights=weights_digest(files, checkpoint),
         )
 
     def to_bytes(self) -> bytes:

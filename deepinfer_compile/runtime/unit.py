@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakMethod
 
+import torch.distributed as dist
+
 from deepinfer_compile.runtime.batch import StepInput
 from deepinfer_compile.runtime.mail import Mail
 from deepinfer_compile.runtime.ranks import IDLE
@@ -52,7 +54,16 @@ class UnitExecutor(SpreadExecutor):
                     self.mail.say_end()
                 super().finish()
         finally:
+            if self.ranks.lost:
+                self._leave()
             self.mail.close(self.ranks.lost)
+
+    def _leave(self) -> None:
+        """Part with the unit, so that its ranks do not wait in a collective for one that does not go on, while that
+        waits for the other unit and this for them."""
+        group, self.ranks.group = self.ranks.group, None
+        if group is not None:
+            dist.destroy_process_group(group)
 
     def _serve(self) -> None:
         serve = self.serve() if self.serve is not None else None

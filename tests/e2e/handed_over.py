@@ -1,28 +1,93 @@
-"""What a rank of a test does in a job of two units: see `units` of `rank_worker`."""
+"""Both units of a bundle: in one process, a rank each, and what a rank of a job does (`bundles` of `rank_worker`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 
+import deepinfer_compile as dc
 from deepinfer_compile import CompileError, SamplingParams, load
-from deepinfer_compile.runtime.unit import UnitExecutor
-from tests.e2e.parity import prompts
+from deepinfer_compile.bundle import read_bundle
+from deepinfer_compile.runtime.bundled import BundleLLM
+from deepinfer_compile.runtime.loading import open_executor
+from deepinfer_compile.runtime.outputs import RequestOutput
+from deepinfer_compile.runtime.ranks import Ranks
+from deepinfer_compile.runtime.roles import DECODE, PREFILL, plans_of
+from deepinfer_compile.runtime.spread import Spread
+from deepinfer_compile.runtime.unit import Unit, UnitExecutor
+from deepinfer_compile.settings import ExpertPlan
+from tests.runtime.units import Box
 
-SIZES = {"max_model_len": 200, "max_num_batched_tokens": 96}
+SIZES: dict[str, Any] = {"max_model_len": 200, "max_num_batched_tokens": 96}
 
 
-def serve(job: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Load a bundle and complete prompts. Of the job: `bundles`, one a rank; `prompts`, lists of a rank; `params`, one
-    for each of its prompts; `options` of load, of a rank. An error is a fact too: its name and text."""
+def poison(executor: Any) -> None:
+    """Let caches hold what no step has written."""
+    for cache in executor.allocated.values():
+        cache.fill_(float("nan") if cache.is_floating_point() else -99)
+
+
+def in_one_process(bundle: Path, **options: Any) -> tuple[BundleLLM, BundleLLM]:
+    """A rank that reads prompts, and one that decodes while the first waits."""
+    files, boxes, made = read_bundle(bundle), {}, []
+    for role, rank in ((PREFILL, 0), (DECODE, 1)):
+        spread = Spread.of(plans_of(files.manifest.experts)[role], Ranks())
+        unit = Unit(role, Box(rank, (1 - rank,), boxes), 2)
+        executor, _ = open_executor(files, native=False, spread=spread, unit=unit)
+        made.append(BundleLLM(executor, **{**SIZES, **options}))
+        made[-1].ranks = executor
+        poison(executor)
+    first, second = made
+    boxes[0].wait = second.engine.step
+    return first, second
+
+
+def check_one_process(model: Any, folder: Path, given: list[list[int]], **build: Any) -> list[Tensor]:
+    """A rank of each unit gives what a bundle without units gives; the bytes of rows that travelled."""
+    dc.build(model, folder / "one", native=False, **build)
+    dc.build(model, folder / "two", native=False, **build, experts=ExpertPlan(1, decode=ExpertPlan(1)))
+    first, second = in_one_process(folder / "two", max_num_seqs=3)
+    assert set(first.ranks.programs) == {"prefill"}
+    assert set(second.ranks.programs) == {"decode", "verify"}
+    plain = load(folder / "one", native=False, **SIZES)
+    params = [SamplingParams(temperature=t, seed=7, max_tokens=9, ignore_eos=True, logprobs=2) for t in (0.0, 9.0)]
+    several = [params[i % 2] for i in range(len(given))]
+    for _ in range(2):
+        alike(first.generate(given, several), plain.generate(given, several))
+    assert not any(second.engine.pages_used)
+    return [size for kind, _, size in first.ranks.mail.sent if kind == "rows"]
+
+
+def alike(found: list[RequestOutput], wanted: list[RequestOutput]) -> None:
+    """The same tokens with the same log-probabilities, but for rounding."""
+    for one, other in zip(found, wanted, strict=True):
+        (mine,), (its) = one.outputs, other.outputs[0]
+        assert mine.token_ids == its.token_ids
+        assert mine.finish_reason == its.finish_reason
+        for got, want in zip(mine.logprobs or (), its.logprobs or (), strict=True):
+            assert got.keys() == want.keys()
+            assert all(abs(got[t].logprob - want[t].logprob) < 1e-4 for t in want)
+
+
+def serve(job: dict[str, Any], rank: int, prepare: Callable[[UnitExecutor], None]) -> dict[str, Any]:
+    """Load a bundle, prepare it and complete prompts. Of the job: `bundles`, one a rank; `prompts`, lists of a rank;
+    `params`, one for each of its prompts; `options` of load, of a rank. An error of load is a fact too: its name and
+    text, and how many tensors went from rank to rank until then."""
+    options = {**SIZES, **job.get("options", {}).get(str(rank), {})}
     try:
-        llm = load(job["bundles"][rank], native=bool(job.get("native")), **{**SIZES, **job.get("options", {}).get(str(rank), {})})
+        with mock.patch.object(dist, "send", wraps=dist.send) as sends:
+            llm = load(job["bundles"][rank], native=False, **options)
     except CompileError as error:
-        return {"error": type(error).__name__, "text": str(error)}
+        return {"error": type(error).__name__, "text": str(error), "sends": sends.call_count}
     executor = llm.ranks
     assert isinstance(executor, UnitExecutor)
+    poison(executor)
+    prepare(executor)
     kinds: list[str] = []
     inner = executor.run
 
@@ -31,23 +96,22 @@ def serve(job: dict[str, Any], rank: int) -> dict[str, Any]:
         return inner(kind, *args)
 
     executor.run = run  # type: ignore[method-assign, assignment]
-    for cache in executor.allocated.values():
-        cache.fill_(float("nan") if cache.is_floating_point() else -99)
     given = job["prompts"][rank]
     params = [SamplingParams(**one) for one in job["params"]][: len(given)]
     found = llm.generate(given, params)
+    handed = executor.ranks.sent.handed
     streamed: dict[str, list[int]] = {}
     with llm.stream(given[:2], params[:2]) as pieces:
         for item in pieces:
             streamed.setdefault(item.request_id, []).extend(item.outputs[0].token_ids)
     return {
         "tokens": [list(o.outputs[0].token_ids) for o in found],
-        "ends": [o.outputs[0].finish_reason for o in found],
         "streamed": list(streamed.values()),
+        "handed": handed,
         "sent": vars(executor.ranks.sent),
         "kinds": sorted(set(kinds)),
         "decodes": llm.decodes,
         "used": list(llm.engine.pages_used),
         "preemptions": llm.engine.scheduler.preemptions,
-        "page_bytes": [group.bytes_per_page for group in executor.groups],
+        "held": {n: w for n, w in llm.weights.items() if n in llm.parts},
     }

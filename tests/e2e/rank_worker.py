@@ -3,8 +3,8 @@
 A job names a bundle, the target that runs (by default the references, or with `native` this CPU; each rank takes the
 GPU of its number), and what each rank does with it: `forced`, a sequence whose logits are wanted, read in a prompt and
 then token by token, none where a rank has nothing to do; `prompts`, to be completed; `place`, another placement than it
-was loaded with; `traffic`, see `rebalanced`; `bundles`, see `handed_over`; `die`, `stop` or `fail`, the rank that ends, stands still or raises in its
-third step.
+was loaded with; `traffic`, see `rebalanced`; `die`, `stop` or `fail`, the rank that ends, stands still or raises in its
+third step. One with `bundles` is of two units, see `handed_over`.
 FOLDER/RANK.json gets a dict a job: tokens, bytes that were sent, what the formula for them needs; and
 FOLDER/RANK.JOB.safetensors its tensors: logits, and the experts that it holds.
 """
@@ -76,7 +76,7 @@ PLAIN = parallel.chosen_slots
 def do(job: dict[str, Any], rank: int) -> dict[str, Any]:
     """One job on one rank."""
     if "bundles" in job:
-        return serve(job, rank)
+        return serve(job, rank, lambda executor: _act(job, rank, executor))
     files, target = read_bundle(job["bundle"]), job.get("target")
     room, native = files.manifest.experts["room"], bool(job.get("native") or target)
     found: dict[str, Any] = {}
@@ -99,9 +99,7 @@ def do(job: dict[str, Any], rank: int) -> dict[str, Any]:
         placement = job["placements"][rank] if "placements" in job else job.get("placement")
         llm = load(job["bundle"], target=target, native=native, placement=placement, **SIZES)
         assert llm.ranks is not None
-        for what, act in ACTS.items():
-            if job.get(what) == rank:
-                _in_step(llm.ranks, 3, act)
+        _act(job, rank, llm.ranks)
         if "place" in job:
             llm.place(job["place"])
         params = SamplingParams(temperature=0.0, max_tokens=job["count"], ignore_eos=True)
@@ -129,6 +127,13 @@ ACTS: dict[str, Callable[[], None]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "fail": _fail,
 }
+
+
+def _act(job: dict[str, Any], rank: int, executor: SpreadExecutor) -> None:
+    """Let a rank do in its third step what the job says."""
+    for what, act in ACTS.items():
+        if job.get(what) == rank:
+            _in_step(executor, 3, act)
 
 
 def _in_step(executor: SpreadExecutor, number: int, act: Callable[[], None]) -> None:
