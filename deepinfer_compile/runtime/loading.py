@@ -68,21 +68,17 @@ def load(
     prefix_cache_bytes of them for other processes. prefix_cache_retention: seconds after their last use, by
     `SamplingParams.retention`; "chat" a week, "agent" three days. group: the ranks of a bundle whose experts are
     spread, by default those of torchrun; all give the same placement, the expert in each slot ([layers, slots] with -1
-    for none, or of `eplb.rebalance`; by default in order), and rebalance, when they move by their load (by default no).
-    Of a bundle with a plan of its own for `decode`, the first ranks read prompts and the others decode; all of one kind
-    give the same placement.
+    for none, or of `eplb.rebalance`; by default in order), and rebalance, when they move by their load (by default no);
+    of a bundle built for two units, all of a unit give the same, and the first ranks read prompts, the others decode.
     Raises NotABundle, BundleCorrupt, BundlePath, BundleVersion, WrongTarget, WeightMismatch, OutOfMemory, BadOption,
     HandoverMismatch, RankLost.
     """
     if not 0 < memory_fraction <= 1:
         raise BadOption(name="memory_fraction", value=memory_fraction, reason="it is a share", fix="use 0 < x <= 1")
     files = read_bundle(Path(path), check)  # type: ignore[arg-type]
-    stored = read_programs(files)
-    built = int(files.manifest.model["max_model_len"])
-    if max_model_len is not None and not 0 < max_model_len <= built:
-        raise ContextTooLong(request="load", needed=max_model_len, limit=built, built=built)
+    stored, context = read_programs(files), _context(files, max_model_len)
     source, kind = Path(checkpoint) if checkpoint else None, device_kind(variant_of(files, target, native))
-    share = share_of(files, stored, group, placement, rebalance, kind, max_model_len or built, source)
+    share = share_of(files, stored, group, placement, rebalance, kind, context, source)
     executor, weights = open_executor(files, target, native, source, stored, share.spread, share.unit)
     llm = BundleLLM(
         executor,
@@ -103,6 +99,14 @@ def load(
     llm.checkpoint, llm.parts = source, parts_of(stored)
     llm.balance(rebalance)
     return llm
+
+
+def _context(files: BundleFiles, max_model_len: int | None) -> int:
+    """The longest context of this process. Raises ContextTooLong for one that the bundle was not built for."""
+    built = int(files.manifest.model["max_model_len"])
+    if max_model_len is not None and not 0 < max_model_len <= built:
+        raise ContextTooLong(request="load", needed=max_model_len, limit=built, built=built)
+    return max_model_len or built
 
 
 def open_executor(
