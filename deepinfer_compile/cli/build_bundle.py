@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deepinfer_compile.cli.boundary import guarded, print_json, usage
-from deepinfer_compile.cli.show import experts_in_words, plural, ranges, size, stdout
+from deepinfer_compile.cli.show import experts_in_words, plural, ranges, ranks_of, size, stdout
 from deepinfer_compile.cli.stages import Stages
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ REPLAY_OPTION = typer.Option(
 KEEP_OPTION = typer.Option(
     help="Rows of a prompt for layers above shared keys that have windows of their own; approximate. 0: all."
 )
+DECODE_HELP = "With --ranks: as many more processes decode, and those of --ranks read prompts."
 WAIVE_OPTION = typer.Option(metavar="PASS", help="A pass that may miss what it must match; recorded. May be repeated.")
 
 
@@ -44,6 +45,8 @@ def build(
     keep: Annotated[int, KEEP_OPTION] = 0,
     ranks: Annotated[int | None, typer.Option(help="Spread the experts over as many processes.")] = None,
     slots: Annotated[int | None, typer.Option(help="With --ranks: experts of a layer, copies included.")] = None,
+    decode_ranks: Annotated[int | None, typer.Option(help=DECODE_HELP)] = None,
+    decode_slots: Annotated[int | None, typer.Option(help="With --decode-ranks: as --slots, of these.")] = None,
     dump: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write every stage, its diff and remarks; reproducers too.")
     ] = None,
@@ -61,7 +64,7 @@ def build(
 
     options: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len, "native": not graph_only, "isa": isa}
     options |= {"weights": weights, "waive": waived(waive), "tuned": tuned, "replay": replay, "keep": keep}
-    options["experts"] = _plan(ranks, slots)
+    options["experts"] = _plan(ranks, slots, decode_ranks, decode_slots)
     observers = watchers(dump, print_after, to_stderr=as_json)
     with Stages(live=print_after is None) as stages:
         files = deepinfer_compile.build(model, out, target or "cpu", observers=observers, progress=stages, **options)
@@ -72,13 +75,20 @@ def build(
     _summary(found, out)
 
 
-def _plan(ranks: int | None, slots: int | None) -> ExpertPlan | None:
+def _plan(
+    ranks: int | None, slots: int | None, decode_ranks: int | None, decode_slots: int | None
+) -> ExpertPlan | None:
     """Where experts go. Raises BadOption."""
     from deepinfer_compile.settings import ExpertPlan
 
     if ranks is None and slots is not None:
         raise usage("--slots", slots, "the experts are not spread", "add --ranks, or leave it out")
-    return None if ranks is None else ExpertPlan(ranks, slots)
+    if ranks is None and decode_ranks is not None:
+        raise usage("--decode-ranks", decode_ranks, "no ranks read prompts", "add --ranks, or leave it out")
+    if decode_ranks is None and decode_slots is not None:
+        raise usage("--decode-slots", decode_slots, "no ranks decode alone", "add --decode-ranks, or leave it out")
+    decode = None if decode_ranks is None else ExpertPlan(decode_ranks, decode_slots)
+    return None if ranks is None else ExpertPlan(ranks, slots, decode)
 
 
 def waived(names: list[str] | None) -> tuple[str, ...]:
@@ -126,7 +136,7 @@ def _summary(found: dict[str, Any], out: Path) -> None:
         needs = " ".join(str(v) for k, v in variant["requires"].items() if k == "isa")
         console.print(f"  {target}: {kind} {needs}".rstrip())
     if found["experts"]:
-        console.print(f"  experts: {experts_in_words(found['experts'])}")
+        console.print(f"  experts: {experts_in_words(found['experts'])}", soft_wrap=True)
     applied = sum(p["applied"] for p in found["passes"])
     missed = sum(len(p["missed"]) for p in found["passes"])
     console.print(f"  {plural(len(found['passes']), 'pass')}: {applied} applied, {missed} missed (report.md says why)")
@@ -134,7 +144,7 @@ def _summary(found: dict[str, Any], out: Path) -> None:
         console.print(f"  waived: {waiver}", style="yellow")
     for note in found["weights"]["notes"]:
         console.print(f"  {note}")
-    ranks = found["experts"].get("ranks", 1)
+    ranks = ranks_of(found["experts"])
     start = "deepinfer-compile" if ranks == 1 else f"torchrun --nproc-per-node {ranks} -m deepinfer_compile.cli"
     console.print(f"  try: {start} run {out} --prompt 'Hello'")
 

@@ -62,8 +62,7 @@ def _programs(found: dict[str, Any], console: Console) -> None:
 def _experts(found: dict[str, Any], console: Console) -> None:
     if found["experts"]:
         console.print("\nExperts", style="bold")
-        room = found["experts"]["room"]
-        console.print(f"{experts_in_words(found['experts'])}, at most {room} of a layer on each")
+        console.print(experts_in_words(found["experts"]), soft_wrap=True)
 
 
 def _caches(found: dict[str, Any], console: Console) -> None:

@@ -98,7 +98,9 @@ def run(
 
 
 def _setting(llm: BundleLLM, params: SamplingParams) -> str:
-    return f"{prompts.in_words(params)}; {llm.engine.caches}{_moved(llm.expert_stats)}"
+    handed = llm.ranks.ranks.sent.handed if llm.ranks is not None else 0
+    words = f"; {size(handed)} of cache rows handed over" if handed else ""
+    return f"{prompts.in_words(params)}; {llm.engine.caches}{_moved(llm.expert_stats)}{words}"
 
 
 def _moved(stats: ExpertStats) -> str:
@@ -172,9 +174,10 @@ class Answers:
         """Run those of the prompts that are this process's; who it is, where there are others."""
         self.several = len(given) * params.n > 1
         rank, size = (llm.ranks.ranks.rank, llm.ranks.ranks.size) if llm.ranks is not None else (0, 1)
-        mine = range(rank, len(given), size)
+        mine = range(rank, 0 if llm.decodes else len(given), size)
         self.collect(llm, [given[i] for i in mine], params, mine)
-        return f"rank {rank}: " if size > 1 else ""
+        unit = f"{llm.role} " if llm.role else ""
+        return f"{unit}rank {rank}: " if size > 1 or unit else ""
 
     def collect(self, llm: LLM, given: list[Any], params: SamplingParams, numbers: Sequence[int]) -> None:
         """Run the prompts with these numbers. An interruption cancels what is left."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from deepinfer_compile.runtime.roles import plans_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,10 +76,20 @@ def plural(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}{end}"
 
 
-def experts_in_words(plan: Mapping[str, int]) -> str:
+def experts_in_words(section: Mapping[str, Any]) -> str:
     """Where the experts of a bundle go."""
+    words = [_plan_in_words(plan) for plan in plans_of(section).values()]
+    return words[0] if len(words) == 1 else f"to read prompts {words[0]}; to decode {words[1]}"
+
+
+def _plan_in_words(plan: Mapping[str, int]) -> str:
     where = f"{plural(plan['layers'], 'layer')} over {plural(plan['ranks'], 'rank')}"
-    return f"{plan['experts']} in {plural(plan['slots'], 'slot')} of {where}"
+    return f"{plan['experts']} in {plural(plan['slots'], 'slot')} of {where}, at most {plan['room']} of a layer on each"
 
 
-__all__ = ["experts_in_words", "plural", "ranges", "short_place", "size", "stderr", "stdout", "table"]
+def ranks_of(section: Mapping[str, Any]) -> int:
+    """How many processes a bundle runs as."""
+    return sum(plan["ranks"] for plan in plans_of(section).values()) if section else 1
+
+
+__all__ = ["experts_in_words", "plural", "ranges", "ranks_of", "short_place", "size", "stderr", "stdout", "table"]

@@ -23,6 +23,7 @@ from deepinfer_compile.runtime.options import EngineOptions
 from deepinfer_compile.runtime.outputs import RequestOutput
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.prompts import Prompt
+from deepinfer_compile.runtime.roles import DECODE
 from deepinfer_compile.runtime.spread import Spread, SpreadExecutor
 from deepinfer_compile.runtime.stops import TextCodec
 from deepinfer_compile.runtime.unit import UnitExecutor
@@ -59,9 +60,14 @@ class BundleLLM(LLM):
         return super()._engine(executor, options, eos_token_ids, text)
 
     @property
+    def role(self) -> str:
+        """`prefill` on a rank that reads prompts for others to decode, `decode` on these, empty without such."""
+        return self.ranks.unit.role if isinstance(self.ranks, UnitExecutor) else ""
+
+    @property
     def decodes(self) -> bool:
         """Whether this rank takes no prompts, because it decodes those of others."""
-        return isinstance(self.ranks, UnitExecutor) and not self.ranks.unit.prefill
+        return self.role == DECODE
 
     def generate(
         self,

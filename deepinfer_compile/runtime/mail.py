@@ -71,7 +71,8 @@ class GroupMail:
     """The `Mail` of a process group. ranks: of both units. patience: seconds that the group waits."""
 
     def __init__(self, ranks: Ranks, peers: Sequence[int], sent: Sent, patience: float) -> None:
-        self.ranks, self.peers, self.sent = ranks, tuple(peers), sent
+        assert ranks.group is not None
+        self.ranks, self.peers, self.sent, self._group = ranks, tuple(peers), sent, ranks.group
         self.open: set[int] = set()
         self._interval = min(patience / 4, 15.0)
         self._threads: list[threading.Thread] = []
@@ -166,7 +167,7 @@ class GroupMail:
         parts = [sizes, torch.frombuffer(bytearray(head), dtype=torch.uint8), rows]
         try:
             for part in parts if len(rows) else parts[:2]:
-                dist.send(part, self._global(peer), group=self.ranks.group)
+                self._group.send([part], peer, 0).wait()
         except RuntimeError as error:
             self._in.put(_gone(peer, error))
             return
@@ -178,10 +179,10 @@ class GroupMail:
         try:
             while True:
                 sizes = torch.zeros(2, dtype=torch.int64)
-                dist.recv(sizes, self._global(peer), group=self.ranks.group)
+                self._group.recv([sizes], peer, 0).wait()
                 head, rows = (torch.empty(size, dtype=torch.uint8) for size in sizes.tolist())
                 for part in (head, rows) if len(rows) else (head,):
-                    dist.recv(part, self._global(peer), group=self.ranks.group)
+                    self._group.recv([part], peer, 0).wait()
                 body = json.loads(bytes(head.numpy()))
                 kind = body.pop("kind")
                 if kind != THERE:
@@ -190,10 +191,6 @@ class GroupMail:
                     return
         except RuntimeError as error:
             self._in.put(_gone(peer, error))
-
-    def _global(self, peer: int) -> int:
-        assert self.ranks.group is not None
-        return dist.get_global_rank(self.ranks.group, peer)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

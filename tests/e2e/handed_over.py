@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
 from torch import Tensor
 
 import deepinfer_compile as dc
 from deepinfer_compile import CompileError, SamplingParams, load
 from deepinfer_compile.bundle import read_bundle
+from deepinfer_compile.runtime import shares
 from deepinfer_compile.runtime.bundled import BundleLLM
 from deepinfer_compile.runtime.loading import open_executor
 from deepinfer_compile.runtime.outputs import RequestOutput
@@ -77,13 +77,13 @@ def alike(found: list[RequestOutput], wanted: list[RequestOutput]) -> None:
 def serve(job: dict[str, Any], rank: int, prepare: Callable[[UnitExecutor], None]) -> dict[str, Any]:
     """Load a bundle, prepare it and complete prompts. Of the job: `bundles`, one a rank; `prompts`, lists of a rank;
     `params`, one for each of its prompts; `options` of load, of a rank. An error of load is a fact too: its name and
-    text, and how many tensors went from rank to rank until then."""
+    text, and whether there was anything to send rows with."""
     options = {**SIZES, **job.get("options", {}).get(str(rank), {})}
     try:
-        with mock.patch.object(dist, "send", wraps=dist.send) as sends:
+        with mock.patch.object(shares, "GroupMail", wraps=shares.GroupMail) as mail:
             llm = load(job["bundles"][rank], native=False, **options)
     except CompileError as error:
-        return {"error": type(error).__name__, "text": str(error), "sends": sends.call_count}
+        return {"error": type(error).__name__, "text": str(error), "mail": mail.call_count}
     executor = llm.ranks
     assert isinstance(executor, UnitExecutor)
     poison(executor)

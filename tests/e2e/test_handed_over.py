@@ -6,13 +6,16 @@ Processes and models with more kinds of caches: `pytest -m slow tests/e2e/test_h
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import deepinfer_compile as dc
-from deepinfer_compile.bundle import read_bundle
+from deepinfer_compile.bundle import BundleFiles, read_bundle
+from deepinfer_compile.errors import BundleCorrupt
+from deepinfer_compile.runtime.stored import read_programs
 from deepinfer_compile.settings import ExpertPlan
 from tests import models, v41
 from tests.e2e.handed_over import SIZES, check_one_process
@@ -25,10 +28,25 @@ GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 
 def test_a_rank_that_reads_and_a_rank_that_decodes(tmp_path: Path) -> None:
-    """Keys and values; four prompts of 1, 2, 1 and 3 pages, more than have seats."""
+    """Keys and values; four prompts of 1, 2, 1 and 3 pages, more than have seats. A manifest whose plans do not fit the
+    programs, or each other, is refused."""
     rows = check_one_process(make_plain("loop", layers=1), tmp_path, prompts(VOCAB, (5, 70, 64, 150)))
     page = 2 * 64 * 2 * 12 * 4
     assert rows == 2 * [page, 2 * page, page, 3 * page]
+    files = read_bundle(tmp_path / "two")
+    plan = files.manifest.experts
+    assert plan["decode"].keys() == plan.keys() - {"decode"}
+    for wrong, words in (
+        ({**plan, "decode": {**plan["decode"], "room": 4}}, "weight 'expert_w13_0'"),
+        ({**plan, "room": 4}, "weight 'expert_w13_0'"),
+        ({**plan, "decode": {**plan["decode"], "chosen": 1}}, "different chosen"),
+        ({**plan, "decode": 3}, "is not an object"),
+        ({**plan, "decode": {}}, "lacks the key"),
+        ({**plan, "decode": plan}, "unknown key 'decode'"),
+    ):
+        manifest = replace(files.manifest, experts=wrong)
+        with pytest.raises(BundleCorrupt, match=words):
+            read_programs(BundleFiles(files.root, manifest, files._identity))
 
 
 @pytest.mark.slow
@@ -103,7 +121,7 @@ def test_ranks_whose_rows_differ_refuse_each_other(bundle: Path, tmp_path: Path)
         for fact, words in zip(facts, said, strict=True):
             assert fact["error"] == "HandoverMismatch"
             assert words in fact["text"]
-            assert fact["sends"] == 0
+            assert fact["mail"] == 0
 
 
 def job(bundle: Path, **more: Any) -> dict[str, Any]:
