@@ -140,6 +140,9 @@ class HandedSeats(Scheduler):
             group.adopt(seat, group.first(done), NO_PAGES)
         return seat
 
+    def _expect(self, request: Request) -> None:
+        """Nothing is read from disk: rows come with their request."""
+
     def _preempt(self, request: Request) -> None:
         self.held[request.id] = Held.taken(self.executor, self.pages, request.seat, int(self._done[request.seat]))
         super()._preempt(request)

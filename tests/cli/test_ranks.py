@@ -18,9 +18,42 @@ def test_slots_without_ranks_are_refused(cli: Run, plain: Toy, tmp_path: Path) -
     result = cli("build", plain.folder, "-o", tmp_path / "o", "--graph-only", "--slots", 4)
     assert result.exit_code == 2
     assert "--ranks" in result.stderr
+    for wrong, words in (
+        (("--decode-ranks", 2), "--ranks"),
+        (("--ranks", 2, "--decode-slots", 4), "--decode-ranks"),
+    ):
+        result = cli("build", plain.folder, "-o", tmp_path / "o", "--graph-only", *wrong)
+        assert result.exit_code == 2
+        assert f"add {words}" in result.stderr
     result = cli("build", plain.folder, "-o", tmp_path / "o", "--graph-only", "--ranks", 2)
     assert result.exit_code == 2
     assert "the model has no experts" in result.stderr
+
+
+GIVEN = [[5, 6, 7], [9], [30, 31, 32, 33]]
+
+
+def torchrun(processes: int, folder: Path, toy: Toy, *options: str) -> subprocess.CompletedProcess[str]:
+    """Complete the prompts with so many processes."""
+    (folder / "p.jsonl").write_text("".join(f"{json.dumps(ids)}\n" for ids in GIVEN))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    run = ["-m", "deepinfer_compile.cli", "run", str(toy.bundle), "--graph-only", "--file", str(folder / "p.jsonl")]
+    return subprocess.run(
+        [*command, *run, "--max-tokens", "6", "--ignore-eos", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+
+
+def check(printed: str, toy: Toy) -> None:
+    """Every prompt was completed."""
+    lines = printed.splitlines()
+    for i, ids in enumerate(GIVEN):
+        at = lines.index(f"--- prompt {i}, completion 0")
+        assert lines[at + 1] == ",".join(map(str, toy.greedy(ids, 6)))
 
 
 @pytest.mark.slow
@@ -38,27 +71,30 @@ def test_processes_share_the_prompts(cli: Run, tmp_path: Path) -> None:
     assert alone.exit_code == 8
     assert "torchrun --nproc-per-node 2" in alone.stderr
 
-    given = [[5, 6, 7], [9], [30, 31, 32, 33]]
-    (tmp_path / "p.jsonl").write_text("".join(f"{json.dumps(ids)}\n" for ids in given))
-    run = [
-        *("-m", "deepinfer_compile.cli", "run", str(toy.bundle), "--graph-only"),
-        "--file",
-        str(tmp_path / "p.jsonl"),
-    ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *run]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--max-tokens", "6", "--ignore-eos", "--rebalance", "3"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=env,
-        timeout=120,
-    )
+    done = torchrun(2, tmp_path, toy, "--rebalance", "3")
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = done.stdout.splitlines()
-    for i, ids in enumerate(given):
-        at = lines.index(f"--- prompt {i}, completion 0")
-        assert lines[at + 1] == ",".join(map(str, toy.greedy(ids, 6)))
+    check(done.stdout, toy)
     assert all(f"rank {rank}: loaded in" in done.stderr for rank in range(2))
     assert done.stderr.count("; experts: ") == 2
+
+
+@pytest.mark.slow
+def test_some_processes_read_the_prompts_and_others_decode(cli: Run, tmp_path: Path) -> None:
+    model = models.make("mixtral", num_hidden_layers=1)
+    save(model, tmp_path / "model", tokenizer=False)
+    toy = Toy(model, tmp_path / "model", tmp_path / "b")
+    plan = ("--ranks", 2, "--slots", 6, "--decode-ranks", 1, "--decode-slots", 5)
+    built = cli("build", toy.folder, "-o", toy.bundle, "--graph-only", *plan)
+    assert built.exit_code == 0, built.stderr
+    words = "to read prompts 5 in 6 slots of 1 layer over 2 ranks, at most 3 of a layer on each; to decode 5 in 5 slots"
+    assert words in built.stdout
+    assert "torchrun --nproc-per-node 3" in built.stdout
+    assert words in cli("inspect", toy.bundle).stdout
+    assert document(cli("inspect", toy.bundle, "--json"))["experts"]["decode"]["room"] == 5
+    done = torchrun(3, tmp_path, toy)
+    assert done.returncode == 0, done.stderr[-3000:]
+    check(done.stdout, toy)
+    for who, tokens in (("prefill rank 0", 12), ("prefill rank 1", 6), ("decode rank 0", 0)):
+        said = next(line for line in done.stderr.splitlines() if line.startswith(who))
+        assert f"; {tokens} tokens in" in said
+    assert done.stderr.replace("\n", " ").count("of cache rows handed over") == 2

@@ -76,8 +76,9 @@ def alike(found: list[RequestOutput], wanted: list[RequestOutput]) -> None:
 
 def serve(job: dict[str, Any], rank: int, prepare: Callable[[UnitExecutor], None]) -> dict[str, Any]:
     """Load a bundle, prepare it and complete prompts. Of the job: `bundles`, one a rank; `prompts`, lists of a rank;
-    `params`, one for each of its prompts; `options` of load, of a rank. An error of load is a fact too: its name and
-    text, and whether there was anything to send rows with."""
+    `params`, one for each of its prompts; `options` of load, of a rank; `place`, of each rank the placement that its
+    unit takes between two calls. An error of load is a fact too: its name and text, and whether there was anything to
+    send rows with."""
     options = {**SIZES, **job.get("options", {}).get(str(rank), {})}
     try:
         with mock.patch.object(shares, "GroupMail", wraps=shares.GroupMail) as mail:
@@ -99,6 +100,9 @@ def serve(job: dict[str, Any], rank: int, prepare: Callable[[UnitExecutor], None
     given = job["prompts"][rank]
     params = [SamplingParams(**one) for one in job["params"]][: len(given)]
     found = llm.generate(given, params)
+    if "place" in job:
+        llm.place(job["place"][rank])
+        found = llm.generate(given, params)
     handed = executor.ranks.sent.handed
     streamed: dict[str, list[int]] = {}
     with llm.stream(given[:2], params[:2]) as pieces:

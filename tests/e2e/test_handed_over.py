@@ -78,20 +78,22 @@ def test_two_processes_read_and_two_decode(bundle: Path, tmp_path: Path) -> None
     params = [GREEDY, {"temperature": 9.0, "seed": 5, "max_tokens": 9}, {**GREEDY, "max_tokens": 1}]
     jobs: list[dict[str, Any]] = [{"bundles": [str(bundle)] * 4, "prompts": given, "params": params}]
     jobs.append({**jobs[0], "options": {"2": {"max_num_seqs": 1}, "3": {"max_num_seqs": 1}}})
+    plans = [[[4, 3, 2, 1, 0, -1]]] * 2 + [[[4, 4, 3, 2, 1, 0, 0, -1]]] * 2
+    jobs.append({**jobs[0], "place": plans})
     found = run_ranks(4, tmp_path / "run", jobs)
     dc.build(make_plain("loop", layers=1), tmp_path / "one", native=False)
     one = dc.load(tmp_path / "one", native=False, **SIZES)
     page = 2 * 64 * 2 * 12 * 4
     for rank, facts in enumerate(found):
         wanted = one.generate(given[rank], [dc.SamplingParams(**p) for p in params[: len(given[rank])]])
-        for fact in facts:
+        for number, fact in enumerate(facts):
             assert fact["tokens"] == [o.outputs[0].token_ids for o in wanted]
             assert fact["streamed"] == fact["tokens"][:2]
             assert fact["decodes"] == (rank > 1)
             assert fact["kinds"] == (["decode"] if rank > 1 else ["prefill"])
             assert not any(fact["used"])
-            # of the third request of rank 0 nothing is left to decode
-            assert fact["handed"] == (page * (1 + 2), page * (3 + 1), 0, 0)[rank]
+            # of the third request of rank 0 nothing is left to decode; with another placement, all again
+            assert fact["handed"] == (page * (1 + 2), page * (3 + 1), 0, 0)[rank] * (1 + (number == 2))
             assert fact["sent"]["mail"] > 0
             held = [len(weight) for name, weight in fact["held"].items() if name != "logits"]
             assert held == [4 if rank > 1 else 3] * 2

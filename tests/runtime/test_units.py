@@ -44,8 +44,18 @@ def test_two_ranks_that_read_and_two_that_decode(seed: int) -> None:
     units.run()
     for request in given:
         assert_right(request, ORACLE)
-    there = {peer for kind, peer, _ in units.sent() if kind == ROWS}
-    assert there == {2, 3}
+    assert {kind for kind, *_ in units.sent()} == {OFFER, ROWS}, "something was cancelled"
+
+
+def test_requests_go_to_the_rank_that_has_the_fewest() -> None:
+    units = Units(1, 3, max_num_seqs=6, max_num_batched_tokens=512)
+    given = [units.prompts[0].make(str(i), prompt_of(20 + i), GREEDY) for i in range(6)]
+    for request in given:
+        units.prompts[0].add(request)
+    units.run()
+    assert sorted(peer for kind, peer, _ in units.sent() if kind == ROWS) == [1, 1, 2, 2, 3, 3]
+    for request in given:
+        assert_right(request, Oracle())
 
 
 def test_where_there_is_no_seat_requests_wait_where_they_were_read() -> None:
@@ -145,6 +155,31 @@ def test_requests_that_are_cancelled_at_any_time(seed: int) -> None:
     assert len({request.finish_reason for _, request in given}) == 3
 
 
+@pytest.mark.parametrize("state", ["offered", "granted", "sent", "decoded"])
+def test_a_request_that_is_cancelled_leaves_nothing_on_the_other_rank(state: str) -> None:
+    """It is cancelled when the other rank has been asked, has said yes, has been sent the rows, has made tokens."""
+    units = Units()
+    engine, other = units.prompts[0], units.decodes[0]
+    engine._mail.wait = lambda: None
+    request = engine.make("r", prompt_of(70), GREEDY)
+    engine.add(request)
+    engine.step()
+    if state != "offered":
+        other.step()
+        assert list(other._granted.values()) == [70]
+    if state in ("sent", "decoded"):
+        engine.step()
+        assert engine.pages_used == (0, 0, 0)
+    if state == "decoded":
+        other.step()
+        assert other.alive == 1
+    engine.cancel("r")
+    engine.step()
+    assert request.finish_reason == "abort"
+    other.step()
+    units.run()
+
+
 def test_log_probabilities_come_back() -> None:
     units = Units(eos=EOS)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=6, logprobs=3, prompt_logprobs=1, ignore_eos=True)
@@ -198,6 +233,8 @@ def test_texts_and_streams_are_made_where_prompts_came_in() -> None:
     whole = [o.outputs[0].text for o in plain.generate(prompts, params)]
     stops = [text[8:10] for text in whole]
     for more in (
+        {"stop": [text[:2] for text in whole]},
+        {"stop": [text[0] for text in whole], "min_tokens": 1},
         {},
         {"stop": stops},
         {"stop": stops, "min_tokens": 20},
