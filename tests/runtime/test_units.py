@@ -76,10 +76,10 @@ def test_where_there_is_no_seat_requests_wait_where_they_were_read() -> None:
 
 
 def test_where_pages_run_out_rows_wait_in_memory() -> None:
-    """Three requests that begin in 4 pages each of 13 and grow to 6: the youngest leaves and comes back."""
+    """Three requests that begin in 4 pages each of 13 and grow to 5: the youngest leaves and comes back."""
     sizes = {"max_num_seqs": 3, "max_model_len": 384, "memory_bytes": 18000}
     units = Units(2, 1, eos=EOS, max_num_batched_tokens=64, there=sizes, max_model_len=384)
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=120, ignore_eos=True, frequency_penalty=0.5)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True, frequency_penalty=0.5)
     given = [
         engine.make(str(i), prompt_of(240 + i), params) for i, engine in enumerate((*units.prompts, *units.prompts))
     ]
@@ -229,7 +229,7 @@ def test_texts_and_streams_are_made_where_prompts_came_in() -> None:
     Reading.units = Units(eos=Codec.eos_token_ids, codec=codec, max_num_seqs=4)
     served, plain = Reading(None, codec), LLM(HashExecutor(), codec, max_num_seqs=4)
     prompts = ["some text", "b" * 70, "a third one"]
-    params = SamplingParams(temperature=1.0, seed=4, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=24, ignore_eos=True)
     whole = [o.outputs[0].text for o in plain.generate(prompts, params)]
     stops = [text[8:10] for text in whole]
     for more in (
@@ -240,14 +240,14 @@ def test_texts_and_streams_are_made_where_prompts_came_in() -> None:
         {"stop": stops, "min_tokens": 20},
         {"stop": stops, "include_stop_str_in_output": True},
     ):
-        wanted = SamplingParams(temperature=1.0, seed=4, max_tokens=40, ignore_eos=True, **more)
+        wanted = SamplingParams(temperature=1.0, seed=4, max_tokens=24, ignore_eos=True, **more)
         for one, other in zip(served.generate(prompts, wanted), plain.generate(prompts, wanted), strict=True):
             assert one.outputs == other.outputs
         pieces = {}
         for item in served.stream(prompts, wanted):
             pieces[item.request_id] = pieces.get(item.request_id, "") + item.outputs[0].text
         assert list(pieces.values()) == [o.outputs[0].text for o in plain.generate(prompts, wanted)]
-    stream = served.stream(prompts, SamplingParams(temperature=1.0, max_tokens=400, ignore_eos=True))
+    stream = served.stream(prompts, SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True))
     for _ in range(12):
         next(stream)
     assert Reading.units.decodes[0].alive
