@@ -27,6 +27,7 @@ PLAN = ExpertPlan(ranks=2, decode=ExpertPlan(ranks=2, slots=7))
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 
+@pytest.mark.slow
 def test_a_rank_that_reads_and_a_rank_that_decodes(tmp_path: Path) -> None:
     """Keys and values; prompts of 1, 2 and 1 page, more than have seats. A manifest whose plans do not fit the
     programs, or each other, is refused."""
