@@ -28,6 +28,10 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """What carries tensors between ranks, by where rows are."""
 TIMEOUT_S = 120.0
 """How long ranks that `join` has brought together wait for each other."""
+_FAILED: list[Any] = []
+"""Collectives that failed, of which a thread of the group may still be holding the tensors. Letting go of the last hold
+of one takes the interpreter's lock, and a thread that waits for it when Python ends aborts the process; so they stay.
+"""
 
 
 @dataclass
@@ -135,13 +139,17 @@ class Ranks:
     def _together(self, collective: Any, *args: Any, **kwargs: Any) -> None:
         """Call a collective; what fails in it is another rank's end, after which there is no going on."""
         if not self.lost:
+            work: Any = None
             try:
-                collective(*args, **kwargs)
+                work = collective(*args, **kwargs, async_op=True)
+                work.wait()
                 return
             except RuntimeError as error:  # the one type that all backends raise, of peers gone and of timeouts
                 self.lost = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                _FAILED.append(work)
             except BaseException:
                 self.lost = "it was interrupted while it waited for the others"
+                _FAILED.append(work)
                 raise
         raise RankLost(rank=self.rank, ranks=self.size, reason=self.lost, patience=self.patience)
 
