@@ -394,6 +394,6 @@ class BadLogits(CompileError):
 
 
 class RankLost(CompileError):
-    what = "rank {rank} of {ranks} cannot go on, another rank has stopped or does not answer: {reason}"
+    what = "{reason}; rank {rank} of {ranks} cannot go on"
     hint = "read the other ranks' output, then start all of them again; {patience}"
     exit_code = 9

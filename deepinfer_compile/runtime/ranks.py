@@ -8,11 +8,15 @@ nothing to do takes part with one token that belongs to no request, and chooses 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import hashlib
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepinfer_compile.errors import RankLost, WrongTarget
+from deepinfer_compile.runtime.pulse import PERIOD_S, Pulse, in_words, pulse_of
 
 IDLE, WAIT = "idle", "wait"
 KINDS = (IDLE, WAIT, "decode", "verify", "prefill")
@@ -27,11 +32,13 @@ KINDS = (IDLE, WAIT, "decode", "verify", "prefill")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """What carries tensors between ranks, by where rows are."""
 TIMEOUT_S = 120.0
-"""How long ranks that `join` has brought together wait for each other."""
-_FAILED: list[Any] = []
-"""Collectives that failed, of which a thread of the group may still be holding the tensors. Letting go of the last hold
-of one takes the interpreter's lock, and a thread that waits for it when Python ends aborts the process; so they stay.
-"""
+"""How long ranks that `join` has brought together wait for each other, where all of them live."""
+LOOK = timedelta(seconds=PERIOD_S)
+"""How long a rank waits before it looks whether the others live."""
+_KEPT: list[Any] = [None]
+"""Collectives of which a thread of the group may still be holding the tensors: those that failed, and the last one that
+ended. Letting go of the last hold of one takes the interpreter's lock, and a thread that waits for it when Python ends
+aborts the process; so they stay."""
 
 
 @dataclass
@@ -62,13 +69,16 @@ class Sent:
 class Ranks:
     """The ranks of one process group (`Peers` of the operations), or a process alone. Every call waits for all of them.
 
-    patience: how long the group waits, in words. lost: why the ranks are not together any more. Raises RankLost.
+    patience: how long the group waits, in words. pulse: which ranks live. lost: why the ranks are not together any
+    more; gone: those for which. Raises RankLost.
     """
 
     group: dist.ProcessGroup | None = None
     patience: str = ""
     sent: Sent = field(default_factory=Sent)
+    pulse: Pulse | None = None
     lost: str = ""
+    gone: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
@@ -79,7 +89,7 @@ class Ranks:
         if self.group is None:
             return rows
         out = rows.new_empty((sum(take), *rows.shape[1:]))
-        self._together(dist.all_to_all_single, out, rows.contiguous(), list(take), list(give), group=self.group)
+        self._together(dist.all_to_all_single, out, rows.contiguous(), list(take), list(give))
         row = rows.element_size()
         for size in rows.shape[1:]:
             row *= size
@@ -125,7 +135,7 @@ class Ranks:
         if self.group is None:
             return counts
         found = counts.clone()
-        self._together(dist.all_reduce, found, group=self.group)
+        self._together(dist.all_reduce, found)
         self.sent.loads += 2 * found.nbytes * (self.size - 1) // self.size
         return found
 
@@ -133,25 +143,95 @@ class Ranks:
         """The numbers of all ranks, a row each, and the bytes given to others."""
         mine = torch.tensor(numbers)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        self._together(dist.all_gather, found, mine, group=self.group)
+        _KEPT[:1] = [self._together(dist.all_gather, found, mine)]
         return torch.stack(found), mine.nbytes * (self.size - 1)
 
-    def _together(self, collective: Any, *args: Any, **kwargs: Any) -> None:
-        """Call a collective; what fails in it is another rank's end, after which there is no going on."""
-        if not self.lost:
-            work: Any = None
-            try:
-                work = collective(*args, **kwargs, async_op=True)
-                work.wait()
-                return
-            except RuntimeError as error:  # the one type that all backends raise, of peers gone and of timeouts
-                self.lost = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                _FAILED.append(work)
-            except BaseException:
-                self.lost = "it was interrupted while it waited for the others"
-                _FAILED.append(work)
+    def leave(self, what: str, error: BaseException) -> None:
+        """This rank takes part in nothing more, since something ended early; the others are told. Raises RankLost."""
+        if self.lost:
+            return
+        if isinstance(error, SystemExit):
+            self._told(None, error)
+        else:
+            self._give_up(None, in_words(error), {})
+        self.lost = self.lost if self.gone else f"{what} of this rank ended early"
+        if self.gone:
+            raise self._error() from None
+
+    def _together(self, collective: Any, *args: Any) -> Any:
+        """Call a collective, which gives its work; what fails in it is another rank's end: there is no going on."""
+        if self.lost:
+            raise self._error()
+        work: Any = None
+        try:
+            work = collective(*args, group=self.group, async_op=True)
+            if self._waited(work, args[0]):
+                return work
+            self._give_up(work, "", self.pulse.gone() if self.pulse is not None else {})
+        except RuntimeError as error:  # the one type that all backends raise, of peers gone and of timeouts
+            words = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self._give_up(work, words, self._look())
+        except SystemExit as error:
+            self._told(work, error)
+            if not self.gone:
                 raise
-        raise RankLost(rank=self.rank, ranks=self.size, reason=self.lost, patience=self.patience)
+        except BaseException as error:
+            self._give_up(work, in_words(error), {})
+            raise
+        raise self._error()
+
+    def _waited(self, work: Any, out: Any) -> bool:
+        """Wait for a collective; False if a rank is lost before. Raises RuntimeError."""
+        there = out if isinstance(out, Tensor) else out[0]
+        if self.pulse is None or there.device.type != "cpu":  # the device waits, not the process
+            work.wait()
+            return True
+        while True:
+            try:
+                work.wait(LOOK)
+                return True
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises what it ended with
+                    return True
+            if self.pulse.gone():
+                return False
+
+    def _told(self, work: Any, error: SystemExit) -> None:
+        """This process was told to end, which what has started the ranks does to all when one is gone."""
+        self._give_up(work, in_words(error), self._look(told=True))
+
+    def _look(self, told: bool = False) -> dict[int, str]:
+        """See `Pulse.look`. Being told to end while it looks is no reason to stop."""
+        if self.pulse is None:
+            return {}
+        try:
+            return self.pulse.look(told)
+        except SystemExit:
+            return self.pulse.look(told=True)
+
+    def _give_up(self, work: Any, words: str, found: Mapping[int, str]) -> None:
+        """Remember why there is no going on, and tell the others."""
+        if work is not None:
+            _KEPT.append(work)
+            if not work.is_completed():  # its thread may wait for long, and so would the end of the group
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+        self.gone = tuple(sorted(found))
+        self.lost = ", ".join(self._of(r, found[r]) for r in self.gone) or words
+        if self.pulse is None:
+            return
+        if found:
+            self.pulse.stopped_for(found)
+        else:
+            self.pulse.leave(words)
+
+    def _error(self) -> RankLost:
+        return RankLost(rank=self.rank, ranks=self.size, reason=self.lost, patience=self.patience, gone=self.gone)
+
+    def _of(self, rank: int, why: str) -> str:
+        if rank == self.rank:
+            return f"the others have taken this rank for lost: it {why}"
+        return f"rank {rank} of {self.size} {why}"
 
 
 def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_S, device: str = "cpu") -> Ranks:
@@ -163,6 +243,10 @@ def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_
         try:
             dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=timeout))
             atexit.register(_leave)
+            if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+                with contextlib.suppress(ValueError):  # of a thread that is not the main one
+                    # torchrun ends all ranks so when one is gone, and they have to say which
+                    signal.signal(signal.SIGTERM, _terminated)
         except RuntimeError as error:
             rank, ranks = os.environ.get("RANK", "?"), os.environ["WORLD_SIZE"]
             raise RankLost(rank=rank, ranks=ranks, reason=str(error).splitlines()[0], patience=patience) from error
@@ -178,7 +262,11 @@ def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_
     if missing := {"cpu", device} - carried:
         fix = f"use torch.distributed.init_process_group({BACKENDS[device]!r})"
         raise WrongTarget(built_for=f"ranks that exchange tensors on {device}", found=f"none on {missing}", fix=fix)
-    return Ranks(group, patience)
+    return Ranks(group, patience, pulse=pulse_of(group) if group is not None else None)
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _leave() -> None:

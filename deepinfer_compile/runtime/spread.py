@@ -159,8 +159,8 @@ class SpreadExecutor(BundleExecutor):
         """Something that must not end early: if it does, this rank does nothing more with the others."""
         try:
             yield
-        except BaseException:
-            self.ranks.lost = self.ranks.lost or f"{what} of this rank ended early"
+        except BaseException as error:
+            self.ranks.leave(what, error)
             raise
 
     def _together(self, kind: str, most: int, inputs: StepInput, given: Mapping[str, Tensor] | None = None) -> Tensor:
