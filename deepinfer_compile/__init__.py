@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from deepinfer_compile.runtime.outputs import CompletionOutput as CompletionOutput
     from deepinfer_compile.runtime.outputs import RequestOutput as RequestOutput
     from deepinfer_compile.runtime.params import SamplingParams as SamplingParams
+    from deepinfer_compile.runtime.queued import QueueStats as QueueStats
+    from deepinfer_compile.runtime.queued import run_queue as run_queue
     from deepinfer_compile.runtime.rebalance import ExpertStats as ExpertStats
     from deepinfer_compile.runtime.rebalance import Rebalance as Rebalance
     from deepinfer_compile.settings import BuildSettings as BuildSettings
@@ -28,6 +30,8 @@ _PUBLIC = {
     "load": "runtime.loading",
     "LLM": "runtime.llm",
     "SamplingParams": "runtime.params",
+    "run_queue": "runtime.queued",
+    "QueueStats": "runtime.queued",
     "Rebalance": "runtime.rebalance",
     "ExpertStats": "runtime.rebalance",
     "RequestOutput": "runtime.outputs",
@@ -43,6 +47,7 @@ __all__ = [
     "CompletionOutput",
     "ExpertPlan",
     "ExpertStats",
+    "QueueStats",
     "Rebalance",
     "RequestOutput",
     "SamplingParams",
@@ -50,6 +55,7 @@ __all__ = [
     "build",
     "export_onnx",
     "load",
+    "run_queue",
 ]
 
 

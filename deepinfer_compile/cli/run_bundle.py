@@ -14,6 +14,7 @@ import typer
 from deepinfer_compile.cli import prompts
 from deepinfer_compile.cli.boundary import guarded, print_json, usage
 from deepinfer_compile.cli.build_bundle import JSON_OPTION
+from deepinfer_compile.cli.run_queue import run_files
 from deepinfer_compile.cli.show import plural, size, stderr
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ BUNDLE_HELP = (
 RETENTION_HELP = "Class of the prompts, by which rows in that folder are kept; default: chat."
 KEEP_HELP = "Days a class is kept there after its last use; chat=7 and agent=3 unless given; may be repeated."
 REBALANCE_HELP = "Place experts over ranks anew every so many steps, by their load in those; needs the extra eplb."
+QUEUE_HELP = "JSON lines with custom_id and prompt or messages, and parameters of their own; goes on after any end."
+RESULTS_HELP = "A line for each of the queue, when all are done; until then, RESULTS.RANK.part beside it."
 FILE_HELP = "Prompt from a file (- is stdin); *.json and *.jsonl hold text, ids or chat messages, one prompt a line."
 
 
@@ -41,6 +44,8 @@ def run(
     chat: Annotated[str | None, typer.Option(help="A user's turn; needs a chat template.")] = None,
     ids: Annotated[str | None, typer.Option(help="Token ids, as 1,2,3.")] = None,
     file: Annotated[Path | None, typer.Option(help=FILE_HELP)] = None,
+    queue: Annotated[Path | None, typer.Option(help=QUEUE_HELP)] = None,
+    results: Annotated[Path | None, typer.Option(help=RESULTS_HELP)] = None,
     system: Annotated[str | None, typer.Option(help="System message of the chat.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Complete text as it stands, without the chat template.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Most new tokens; default: 256.")] = None,
@@ -69,12 +74,10 @@ def run(
     full_check: Annotated[bool, typer.Option("--full-check", help="Verify weight data before loading.")] = False,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
-    """Complete a prompt with a bundle. Text goes to stdout, tokens per second to stderr."""
+    """Complete a prompt with a bundle, or a queue of them. Text goes to stdout, tokens per second to stderr."""
     from deepinfer_compile.bundle import read_bundle
 
     tokenizer = read_bundle(bundle).manifest.tokenizer
-    as_chat = bool(tokenizer.get("chat_template")) and not raw
-    given = prompts.gather(prompt, chat, ids, file, system=system, as_chat=as_chat)
     named = {
         "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
         "min_p": min_p, "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty,
@@ -82,15 +85,28 @@ def run(
         "ignore_eos": ignore_eos or None, "retention": retention,
     }  # fmt: skip
     params = prompts.parameters(named, tokenizer.get("generation_config", {}))
-    answers = Answers(show=stream and not as_json, lines=stream and as_json, plain_ids=not tokenizer)
-    if answers.show and len(given) * params.n > 1:
-        raise usage("--stream", True, "the pieces of several completions would mix", "add --json, or leave it out")
     options = {
         "target": target, "native": not graph_only, "max_model_len": max_model_len, "checkpoint": checkpoint,
         "prefix_cache_folder": prefix_cache_folder, "prefix_cache_retention": _seconds(keep_days),
-        "rebalance": _rebalance(rebalance),
+        "rebalance": _rebalance(rebalance), "check": "full" if full_check else "lazy",
     }  # fmt: skip
-    llm, loaded = _load(bundle, len(given) * params.n, full_check, options)
+    if queue is not None or results is not None:
+        others = {"prompt": prompt, "chat": chat, "ids": ids, "file": file, "system": system, "raw": raw}
+        run_files(bundle, queue, results, params, options, as_json, {**others, "stream": stream})
+        return
+    as_chat = bool(tokenizer.get("chat_template")) and not raw
+    asked = prompts.gather(prompt, chat, ids, file, system=system, as_chat=as_chat)
+    answers = Answers(show=stream and not as_json, lines=stream and as_json, plain_ids=not tokenizer)
+    _complete(bundle, asked, params, options, answers, as_json)
+
+
+def _complete(
+    bundle: Path, given: list[Any], params: SamplingParams, options: dict[str, Any], answers: Answers, as_json: bool
+) -> None:
+    """Run the prompts and print what they gave."""
+    if answers.show and len(given) * params.n > 1:
+        raise usage("--stream", True, "the pieces of several completions would mix", "add --json, or leave it out")
+    llm, loaded = _load(bundle, len(given) * params.n, options)
     who = answers.collect_share(llm, given, params)
     answers.finish(as_json, loaded)
     llm.close()
@@ -131,14 +147,13 @@ def _seconds(keep_days: list[str] | None) -> dict[str, float]:
     return found
 
 
-def _load(bundle: Path, requests: int, full_check: bool, options: dict[str, Any]) -> tuple[BundleLLM, float]:
+def _load(bundle: Path, requests: int, options: dict[str, Any]) -> tuple[BundleLLM, float]:
     """The loaded bundle, with caches for this many requests at most, and the seconds it took."""
     import deepinfer_compile
 
     begin = time.perf_counter()
     seats = max(1, min(MOST_REQUESTS, requests))
-    check = "full" if full_check else "lazy"
-    return deepinfer_compile.load(bundle, check=check, max_num_seqs=seats, **options), time.perf_counter() - begin
+    return deepinfer_compile.load(bundle, max_num_seqs=seats, **options), time.perf_counter() - begin
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,10 +39,11 @@ class BundleLLM(LLM):
 
     checkpoint: where weights are read from, for a bundle without them. parts: of the tensors that hold experts of
     slots, the layer of the placement. ranks: of a bundle whose experts are spread over ranks. All of them make the same
-    calls of `generate`, `stream`, `place` and `balance`, each with prompts of its own, none where it has nothing to do,
-    and a call ends on all of them at once; a stream that is left early must be closed. An error that concerns one rank
-    is raised there when the others have ended. Then also raises RankLost, and BadRequest while another call is running.
-    Where some ranks read prompts and others decode, the first have prompts and get the results; `decodes` says which.
+    calls of `generate`, `as_completed`, `stream`, `place` and `balance`, each with prompts of its own, none where it
+    has nothing to do, and a call ends on all of them at once; a stream that is left early must be closed. An error that
+    concerns one rank is raised there when the others have ended. Then also raises RankLost, and BadRequest while
+    another call is running. Where some ranks read prompts and others decode, the first have prompts and get the
+    results; `decodes` says which.
     """
 
     files: BundleFiles
@@ -80,6 +81,15 @@ class BundleLLM(LLM):
         """See `LLM.generate`."""
         with self.ranks.call() if self.ranks is not None else nullcontext():
             return super().generate(prompts, params, progress=progress, use_tqdm=use_tqdm)
+
+    def as_completed(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput | CompileError]]:
+        """See `LLM.as_completed`."""
+        with self.ranks.call() if self.ranks is not None else nullcontext():
+            yield from super().as_completed(prompts, params)
 
     def stream(
         self,

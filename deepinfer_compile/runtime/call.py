@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from deepinfer_compile.errors import CompileError
 from deepinfer_compile.runtime.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.request import Request, Scored, Update
@@ -89,12 +92,20 @@ class Call:
     """
 
     def __init__(self, parents: list[Parent]) -> None:
-        self.parents = parents
+        self.parents: list[Parent] = []
         self.sink: deque[Update] = deque()
-        self.open = sum(parent.open for parent in parents)
+        self.open = 0
         self.ended = 0
         self.tokens = 0
-        self._owner = {child.id: parent for parent in parents for child in parent.children}
+        self._owner: dict[str, Parent] = {}
+        for parent in parents:
+            self.add(parent)
+
+    def add(self, parent: Parent) -> None:
+        """Wait for this one too; not after the call was submitted."""
+        self.parents.append(parent)
+        self.open += parent.open
+        self._owner |= {child.id: parent for child in parent.children}
 
     def next(self) -> tuple[Parent, Update] | None:
         """The oldest update not looked at, if there is one. Raises the error of a request that the model failed."""
@@ -110,6 +121,15 @@ class Call:
         if update.request.error is not None:
             raise update.request.error
         return parent, update
+
+    def ends(self) -> Iterator[tuple[Parent, CompileError | None]]:
+        """The prompts of which all completions have ended by now, with the error of the first that failed."""
+        while self.sink:
+            parent = self._owner[self.sink[0].request.id]
+            with contextlib.suppress(CompileError):  # it is in the request
+                self.next()
+            if parent.open == 0:
+                yield parent, next((child.error for child in parent.children if child.error is not None), None)
 
     def unfinished(self) -> list[Request]:
         """Completions that have not ended."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from deepinfer_compile.errors import BadRequest
+from deepinfer_compile.errors import BadRequest, CompileError
 from deepinfer_compile.runtime import prompts as reading
 from deepinfer_compile.runtime.batch import Executor
 from deepinfer_compile.runtime.call import Call, Parent
@@ -105,6 +105,33 @@ class LLM:
         finally:
             self._driver.drop(call)
         return [parent.result(self._codec) for parent in call.parents]
+
+    def as_completed(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[tuple[int, RequestOutput | CompileError]]:
+        """Complete prompts; each with its number as soon as it has ended, or the error that it alone has: one of those
+        that `generate` raises for a prompt. An end of the iteration cancels what is left. Raises BadOption."""
+        wanted = reading.each(self.default_params if params is None else params, len(prompts))
+        call, refused, numbers = Call([]), list[tuple[int, CompileError]](), dict[str, int]()
+        for number, (prompt, one) in enumerate(zip(prompts, wanted)):
+            try:
+                parent = self._parent(prompt, one, streaming=False)
+            except CompileError as error:
+                refused.append((number, error))
+                continue
+            call.add(parent)
+            numbers[parent.request_id] = number
+        self._driver.submit(call)
+        try:
+            yield from refused
+            while call.open:
+                self._driver.advance(call)
+                for parent, failed in call.ends():
+                    yield numbers[parent.request_id], failed or parent.result(self._codec)
+        finally:
+            self._driver.drop(call)
 
     def stream(
         self,

@@ -177,3 +177,54 @@ def test_parameters_follow_the_model_then_the_options() -> None:
     with pytest.raises(BadOption):
         parameters({"top_k": -7}, {})
     assert token_ids("1, 2 3") == [1, 2, 3]
+
+
+def test_a_queue(cli: Run, toy: Toy, tmp_path: Path) -> None:
+    """Text is completed as it stands, messages as a chat; a second run finds everything done."""
+    queue, results = tmp_path / "q.jsonl", tmp_path / "r.jsonl"
+    lines = [
+        {"custom_id": "b", "prompt": [5, 6, 7]},
+        {"custom_id": "a", "prompt": "w5 w6", "max_tokens": 2},
+        {"custom_id": "c", "body": {"messages": [{"role": "user", "content": "w5"}]}},
+    ]
+    queue.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    args = (
+        "run",
+        toy.bundle,
+        "--graph-only",
+        "--queue",
+        queue,
+        "--results",
+        results,
+        "--max-tokens",
+        3,
+        "--ignore-eos",
+    )
+    first = cli(*args)
+    assert first.exit_code == 0, first.stderr
+    assert "3 requests, 0 of them done before; 3 done now, 0 of them refused; 8 tokens in" in first.stderr
+    found = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [f["custom_id"] for f in found] == ["b", "a", "c"]
+    assert [f["outputs"][0]["token_ids"] for f in found] == [
+        toy.greedy([5, 6, 7], 3),
+        toy.greedy([5, 6], 2),
+        toy.greedy([9, 5, 8, 7], 3),
+    ]
+    again = document(cli(*args, "--json"))
+    assert (again["before"], again["done"], again["tokens"]) == (3, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--queue", "q"), "it needs --results"),
+        (("--results", "r"), "it needs --queue"),
+        (("--queue", "q", "--results", "r", "--prompt", "a"), "option '--prompt' cannot be 'a'"),
+        (("--queue", "q", "--results", "r", "--raw"), "option '--raw'"),
+        (("--queue", "no such", "--results", "r"), "No such file"),
+    ],
+)
+def test_a_queue_needs_both_files_and_nothing_else(cli: Run, toy: Toy, args: tuple[str, ...], words: str) -> None:
+    result = cli("run", toy.bundle, "--graph-only", *args)
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
