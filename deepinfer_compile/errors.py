@@ -395,5 +395,5 @@ class BadLogits(CompileError):
 
 class RankLost(CompileError):
     what = "{reason}; rank {rank} of {ranks} cannot go on"
-    hint = "read the other ranks' output, then start all of them again; {patience}"
+    hint = "read what the others said, then start all of them again, from where a queue was; {patience}"
     exit_code = 9

@@ -38,14 +38,16 @@ _pulses: weakref.WeakKeyDictionary[dist.ProcessGroup, Pulse] = weakref.WeakKeyDi
 
 
 class Pulse:
-    """What a rank knows of the others. store: of the group; host: the rank whose process holds it, None if none does.
+    """What a rank knows of the others. store: of the group; host: the rank whose process holds it, None if none does;
+    number: of these ranks alone.
 
     note: what this rank has to say: {} nothing, {"left": why} it takes part in nothing more, {"gone": {rank: why}} it
     stopped for these.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, host: int | None, group: Any) -> None:
+    def __init__(self, store: Any, rank: int, size: int, host: int | None, group: Any, number: int = 0) -> None:
         self.rank, self.size, self.host = rank, size, host
+        self._key = f"deepinfer/sign/{number}/{{}}".format
         self.note: dict[str, Any] = {}
         self.broken = ""
         self._store = store.clone()
@@ -150,12 +152,12 @@ class Pulse:
         """Write a sign and read those of the others. Raises RuntimeError."""
         note, now = self.note, time.monotonic()
         self._count += 1
-        self._store.set(_key(self.rank), json.dumps([self._count, note]))
+        self._store.set(self._key(self.rank), json.dumps([self._count, note]))
         if note:
             self._written.set()
         # a key that is not there yet would be waited for
-        there = [r for r in self._others if r in self._signs or self._store.check([_key(r)])]
-        for r, sign in zip(there, self._store.multi_get([_key(r) for r in there]) if there else (), strict=True):
+        there = [r for r in self._others if r in self._signs or self._store.check([self._key(r)])]
+        for r, sign in zip(there, self._store.multi_get([self._key(r) for r in there]) if there else (), strict=True):
             if sign != self._signs.get(r):
                 self._signs[r], self._seen[r] = sign, now
                 self._notes[r] = json.loads(sign)[1]
@@ -167,10 +169,6 @@ class Pulse:
                 group.abort()  # ends what waits on an accelerator; gloo has nothing to do for it
 
 
-def _key(rank: int) -> str:
-    return f"deepinfer/sign/{rank}"
-
-
 def in_words(error: BaseException) -> str:
     """An error in one line."""
     if isinstance(error, SystemExit):
@@ -179,13 +177,13 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def pulse_of(group: dist.ProcessGroup) -> Pulse | None:
-    """The one of a group, started where it has none yet; None for a group of one rank. All ranks call it."""
-    if dist.get_world_size(group) == 1:
-        return None
+def pulse_of(group: dist.ProcessGroup, number: int) -> Pulse:
+    """The one of a group, started where it has none yet. number: the same on all ranks, which nobody had before, since
+    a store may still hold the signs of ranks that were started before these."""
     if group not in _pulses:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
         store: Any = group.get_group_store()
-        _pulses[group] = Pulse(store, dist.get_rank(group), dist.get_world_size(group), _host(group, store), group)
+        _pulses[group] = Pulse(store, rank, size, _host(group, store), group, number)
     return _pulses[group]
 
 

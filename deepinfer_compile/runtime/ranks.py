@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import hashlib
 import os
+import secrets
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,10 +51,10 @@ class Sent:
     With N ranks, rows of H values of b bytes, n(r) rows of this rank's choices for rank r and m(r) rows that came from
     r, a step gives 16 * (N - 1) to steps. Each layer of it gives, over all r but this rank: in the exact form
     8 * (N - 1) to sizes and the sum of n(r) * (H * b + 4) + m(r) * H * b to rows; in the static form
-    (N - 1) * L * (2 * H * b + 4) to rows, where L = min(k, room) * the most tokens of a rank. Loading and
-    placing give 64 * (N - 1) to start; a sum of counts of B bytes 2 * B * (N - 1) / N to loads, as a ring does. A
-    request of n written rows gives, for each cache group, its pages from the first that is still read to the last,
-    ceil(n / 64), times what a page of all caches of the group takes, each in multiples of 64 bytes, to handed.
+    (N - 1) * L * (2 * H * b + 4) to rows, where L = min(k, room) * the most tokens of a rank. Placing
+    gives 64 * (N - 1) to start, loading 8 * (N - 1) more; a sum of counts of B bytes 2 * B * (N - 1) / N to loads, as a
+    ring does. A request of n written rows gives, for each cache group, its pages from the first that is still read to
+    the last, ceil(n / 64), times what a page of all caches of the group takes, each in multiples of 64 bytes, to handed.
     """
 
     rows: int = 0
@@ -138,6 +139,12 @@ class Ranks:
         self._together(dist.all_reduce, found)
         self.sent.loads += 2 * found.nbytes * (self.size - 1) // self.size
         return found
+
+    def number(self) -> int:
+        """A number that all ranks have, and none had before."""
+        found, sent = self._gather([secrets.randbits(62)])
+        self.sent.start += sent
+        return int(found[0, 0])
 
     def _gather(self, numbers: list[int]) -> tuple[Tensor, int]:
         """The numbers of all ranks, a row each, and the bytes given to others."""
@@ -238,7 +245,7 @@ def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_
     """The ranks of a group; without one, of all processes that torchrun has started, brought together here if nobody
     has done it. device: where rows are; what ranks agree on is on the host. Raises WrongTarget where they are not as
     many as needed, or cannot carry rows of both, RankLost."""
-    patience = f"they wait {timeout:g} s for each other"
+    patience = f"where all live, they wait {timeout:g} s for each other"
     if group is None and not dist.is_initialized() and "WORLD_SIZE" in os.environ:
         try:
             dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=timeout))
@@ -251,7 +258,7 @@ def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_
             rank, ranks = os.environ.get("RANK", "?"), os.environ["WORLD_SIZE"]
             raise RankLost(rank=rank, ranks=ranks, reason=str(error).splitlines()[0], patience=patience) from error
     elif group is not None or dist.is_initialized():
-        patience = "the timeout of the process group says how long they wait for each other"
+        patience = "where all live, the timeout of the process group says how long they wait for each other"
     if group is None and dist.is_initialized():
         group = dist.group.WORLD
     found = dist.get_world_size(group) if group is not None else 1
@@ -262,7 +269,10 @@ def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_
     if missing := {"cpu", device} - carried:
         fix = f"use torch.distributed.init_process_group({BACKENDS[device]!r})"
         raise WrongTarget(built_for=f"ranks that exchange tensors on {device}", found=f"none on {missing}", fix=fix)
-    return Ranks(group, patience, pulse=pulse_of(group) if group is not None else None)
+    joined = Ranks(group, patience)
+    if group is not None and joined.size > 1:
+        joined.pulse = pulse_of(group, joined.number())
+    return joined
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

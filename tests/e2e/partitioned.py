@@ -85,7 +85,7 @@ def check_held(bundle: Path, found: list[list[dict[str, Any]]], phy2log: np.ndar
 
 def check_bytes(bundle: Path, found: list[list[dict[str, Any]]], hidden: int) -> None:
     """A row there and back is H * 4 + 4 and H * 4 bytes; exact ones that leave their rank, static ones all lanes. A
-    dispatch of the exact form tells 8 bytes to each rank, a step 16, loading 64."""
+    dispatch of the exact form tells 8 bytes to each rank, a step 16, loading 72."""
     section, ranks = read_bundle(bundle).manifest.experts, len(found)
     row = 2 * hidden * 4 + 4
     steps = {len(forced["kinds"]) for forced, _ in found}
@@ -97,7 +97,7 @@ def check_bytes(bundle: Path, found: list[list[dict[str, Any]]], hidden: int) ->
         exact, static = len(forced["away"]), len(forced["lanes"])
         assert (exact + static) == section["layers"] * len(forced["kinds"])
         assert forced["sent"]["sizes"] == exact * 8 * (ranks - 1)
-        assert forced["sent"]["start"] == 64 * (ranks - 1)
+        assert forced["sent"]["start"] == 72 * (ranks - 1)
         assert forced["sent"]["steps"] == (len(forced["kinds"]) + 1) * 16 * (ranks - 1)
         assert set(forced["lanes"]) == {min(section["chosen"], section["room"])}  # one token of each rank at a time
         away += sum(forced["away"])
