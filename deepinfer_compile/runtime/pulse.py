@@ -3,7 +3,8 @@
 When a collective fails, a process group does not say which rank is gone, and of one that only stands still it says
 nothing until its own timeout. So each rank counts in the store of the group, in a thread with a connection of its own,
 looks how far the others have counted, and leaves a note when it stops: steps do nothing for it. A rank that works for
-long goes on counting and is not lost. The first that misses a rank notes which, so that all say the same.
+long goes on counting and is not lost. While native code runs, which holds the interpreter's lock, it cannot; then the
+ranks of its machine say for it that it works. The first that misses a rank notes which, so that all say the same.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -59,6 +61,8 @@ class Pulse:
         self._seen = dict.fromkeys(self._others, now)
         self._signs: dict[int, bytes] = {}
         self._notes: dict[int, dict[str, Any]] = {r: {} for r in self._others}
+        self._here = here()
+        self._works: dict[int, Work] = {}
         self._count = 0
         self._hurry = self._ending = self._aborted = False
         self._wake, self._written = threading.Event(), threading.Event()
@@ -118,13 +122,18 @@ class Pulse:
         self._ending = True
         self.leave(in_words(error) if error is not None else "its process has ended")
         self._wake.set()
-        self._thread.join(STORE_S + (HEARD_S if self.host == self.rank else 1.0))
+        if not self._stuck():
+            self._thread.join(STORE_S + (HEARD_S if self.host == self.rank else 1.0))
 
     def _say(self, note: dict[str, Any]) -> None:
         if not self.note:
             self.note = note
             self._wake.set()
-            self._written.wait(STORE_S)
+            self._written.wait(0 if self._stuck() else STORE_S)
+
+    def _stuck(self) -> bool:
+        """Whether the store has not answered for so long that it will not."""
+        return time.monotonic() - self._looked > 2 * STORE_S
 
     def _run(self) -> None:
         """What the thread does until it is told to end, or nobody has the group any more."""
@@ -152,21 +161,68 @@ class Pulse:
         """Write a sign and read those of the others. Raises RuntimeError."""
         note, now = self.note, time.monotonic()
         self._count += 1
-        self._store.set(self._key(self.rank), json.dumps([self._count, note]))
+        sign = {"count": self._count, "note": note, "here": self._here, "working": self._working(now)}
+        self._store.set(self._key(self.rank), json.dumps(sign))
         if note:
             self._written.set()
         # a key that is not there yet would be waited for
         there = [r for r in self._others if r in self._signs or self._store.check([self._key(r)])]
-        for r, sign in zip(there, self._store.multi_get([self._key(r) for r in there]) if there else (), strict=True):
-            if sign != self._signs.get(r):
-                self._signs[r], self._seen[r] = sign, now
-                self._notes[r] = json.loads(sign)[1]
+        for r, found in zip(there, self._store.multi_get([self._key(r) for r in there]) if there else (), strict=True):
+            if found != self._signs.get(r):
+                self._signs[r] = found
+                self._heard(r, json.loads(found), now)
         self._looked = now
         group = self._group()
         if group is not None and not self._aborted and self.gone():
             self._aborted = True
             with contextlib.suppress(RuntimeError):
                 group.abort()  # ends what waits on an accelerator; gloo has nothing to do for it
+
+    def _heard(self, rank: int, sign: dict[str, Any], now: float) -> None:
+        self._seen[rank], self._notes[rank] = now, sign["note"]
+        machine, process = sign["here"]
+        if machine == self._here[0]:
+            self._works.setdefault(rank, Work(process))
+        for other in sign["working"]:
+            if other != self.rank:
+                self._seen[other] = now
+
+    def _working(self, now: float) -> list[int]:
+        """The ranks of this machine that gave no sign and have used processors since the last look."""
+        silent = [r for r in self._works if now - self._seen[r] > 2 * PERIOD_S]
+        found = [r for r in silent if self._works[r].goes_on()]
+        self._seen |= dict.fromkeys(found, now)
+        return found
+
+
+class Work:
+    """Whether a process of this machine works, by the processor time that the kernel counts."""
+
+    def __init__(self, process: int) -> None:
+        self._file = Path(f"/proc/{process}/stat")
+        self._began, self._used = self._read() or (-1, 0)
+
+    def goes_on(self) -> bool:
+        """Whether it has used some since the last look, and neither stands still nor has ended."""
+        found = self._read()
+        if found is None or found[0] != self._began:
+            return False
+        was, self._used = self._used, found[1]
+        return self._used > was
+
+    def _read(self) -> tuple[int, int] | None:
+        """When it began and what it has used, in ticks, if it runs or waits."""
+        try:
+            # fields from the third on, see proc_pid_stat(5); the name before may hold spaces
+            state, *rest = self._file.read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        return None if state in "TtZXx" else (int(rest[18]), int(rest[10]) + int(rest[11]))
+
+
+def here() -> tuple[str, int]:
+    """What names this machine and its processes alone, and the number of this process there."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid"), os.getpid()
 
 
 def in_words(error: BaseException) -> str:

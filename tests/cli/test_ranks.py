@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,3 +101,39 @@ def test_some_processes_read_the_prompts_and_others_decode(cli: Run, tmp_path: P
         said = next(line for line in done.stderr.splitlines() if line.startswith(who))
         assert f"; {tokens} tokens in" in said
     assert done.stderr.replace("\n", " ").count("of cache rows handed over") == 2
+
+
+@pytest.mark.slow
+def test_a_queue_goes_on_after_a_process_was_killed(cli: Run, tmp_path: Path) -> None:
+    """torchrun tells the other to end; before it does it says which rank is gone. Started again they do the rest."""
+    model = models.make("mixtral", num_hidden_layers=1)
+    save(model, tmp_path / "model", tokenizer=False)
+    toy = Toy(model, tmp_path / "model", tmp_path / "b")
+    built = cli("build", toy.folder, "-o", toy.bundle, "--graph-only", "--ranks", 2, "--slots", 6)
+    assert built.exit_code == 0, built.stderr
+    prompts = {f"q{i}": [5 + i, 6, 7] for i in range(40)}
+    (tmp_path / "q").write_text("".join(f"{json.dumps({'custom_id': i, 'prompt': p})}\n" for i, p in prompts.items()))
+    files = ("--queue", str(tmp_path / "q"), "--results", str(tmp_path / "r"), "--max-tokens", "30", "--ignore-eos")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "deepinfer_compile.cli", "run", str(toy.bundle), "--graph-only", *files]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    while not all(path.exists() and path.stat().st_size for path in (tmp_path / "r.0.part", tmp_path / "r.1.part")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    (lost,) = [pid for pid in children(process.pid) if "RANK=1" in Path(f"/proc/{pid}/environ").read_text().split("\0")]
+    os.kill(lost, signal.SIGKILL)
+    _, err = process.communicate(timeout=40)
+    assert process.returncode == 1
+    said = r"rank 1 of 2 is gone \(no sign of life for \d+ s\); rank 0 of 2 cannot go on"
+    assert len(re.findall(said, err)) == 1, err[-3000:]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("40 requests, 0 of them done before") == 0
+    found = [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()]
+    assert [f["custom_id"] for f in found] == list(prompts)
+    assert [f["outputs"][0]["token_ids"] for f in found] == [toy.greedy(ids, 30) for ids in prompts.values()]
+
+
+def children(process: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -46,6 +51,9 @@ class Together:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of different machines, so that none sees that the process of another works: it is this one."""
+    machines = itertools.count()
+    monkeypatch.setattr(pulse, "here", lambda: (f"machine {next(machines)}", 1))
     for name, seconds in {"PERIOD_S": 0.02, "SILENT_S": 1.5, "GONE_S": 1.0, "STORE_S": 1.0, "HEARD_S": 0.3}.items():
         monkeypatch.setattr(pulse, name, seconds)
 
@@ -149,3 +157,37 @@ def test_a_group_that_nobody_has_needs_no_signs() -> None:
     ranks = Together(2)
     ranks.groups.clear()
     assert until(5, lambda: not any(one._thread.is_alive() for one in ranks.pulses))
+
+
+def test_a_process_that_works_is_told_from_one_that_stands_still() -> None:
+    busy = subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"])
+    try:
+        work = pulse.Work(busy.pid)
+        assert until(5, work.goes_on)
+        os.kill(busy.pid, signal.SIGSTOP)
+        assert until(5, lambda: not work.goes_on())
+        time.sleep(0.05)
+        assert not work.goes_on()
+        os.kill(busy.pid, signal.SIGCONT)
+        assert until(5, work.goes_on)
+    finally:
+        busy.kill()
+    assert until(5, lambda: not work.goes_on())  # it is there until somebody waits for it
+    busy.wait()
+    assert not work.goes_on()
+    assert not pulse.Work(busy.pid).goes_on()
+
+
+def test_a_rank_that_cannot_count_is_spoken_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one of its own machine, also to those of others, as long as it works."""
+    places = iter([("a", 1), ("a", 2), ("b", 3)])
+    monkeypatch.setattr(pulse, "here", lambda: next(places))
+    working = {"2": True}
+    monkeypatch.setattr(pulse.Work, "goes_on", lambda self: working[self._file.parent.name])
+    ranks = Together(3)
+    assert until(5, lambda: all(len(p._signs) == 2 for p in ranks.pulses))
+    ranks.kill(1)
+    time.sleep(2.0)
+    assert [ranks.pulses[r].gone() for r in (0, 2)] == [{}, {}]
+    working["2"] = False
+    assert until(5, lambda: [list(ranks.pulses[r].gone()) for r in (0, 2)] == [[1], [1]])
