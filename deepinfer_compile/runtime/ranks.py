@@ -243,8 +243,9 @@ class Ranks:
 
 def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_S, device: str = "cpu") -> Ranks:
     """The ranks of a group; without one, of all processes that torchrun has started, brought together here if nobody
-    has done it. device: where rows are; what ranks agree on is on the host. Raises WrongTarget where they are not as
-    many as needed, or cannot carry rows of both, RankLost."""
+    has done it; then a SIGTERM ends this process as an exit does, so that it can say which rank is gone. device: where
+    rows are; what ranks agree on is on the host. Raises WrongTarget where they are not as many as needed, or cannot
+    carry rows of both, RankLost."""
     patience = f"where all live, they wait {timeout:g} s for each other"
     if group is None and not dist.is_initialized() and "WORLD_SIZE" in os.environ:
         try:
