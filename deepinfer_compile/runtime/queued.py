@@ -56,6 +56,9 @@ def run_queue(
     Raises BadRequest for a line that is no request, BadOption for other parameters, results or ranks that differ,
     OSError, RankLost.
     """
+    if isinstance(llm, BundleLLM) and llm.role:
+        fix = "build with experts=ExpertPlan(ranks=...) alone"
+        raise BadOption(name="queue", value=str(queue), reason="units take prompts in one call", fix=fix)
     spread = llm.ranks if isinstance(llm, BundleLLM) else None
     ranks = spread.ranks if spread is not None else Ranks()
     begin = time.perf_counter()

@@ -54,7 +54,8 @@ class Sent:
     (N - 1) * L * (2 * H * b + 4) to rows, where L = min(k, room) * the most tokens of a rank. Placing
     gives 64 * (N - 1) to start, loading 8 * (N - 1) more; a sum of counts of B bytes 2 * B * (N - 1) / N to loads, as a
     ring does. A request of n written rows gives, for each cache group, its pages from the first that is still read to
-    the last, ceil(n / 64), times what a page of all caches of the group takes, each in multiples of 64 bytes, to handed.
+    the last, ceil(n / 64), times what a page of all caches of the group takes, each in multiples of 64 bytes, to
+    handed.
     """
 
     rows: int = 0
@@ -127,7 +128,7 @@ class Ranks:
         mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        self._together(dist.all_gather, found, mine, group=self.group)
+        self._together(dist.all_gather, found, mine)
         self.sent.start += sent + mine.nbytes * (self.size - 1)
         return [bytes(one[:size].numpy()) for one, size in zip(found, sizes[:, 0].tolist())]
 
@@ -270,10 +271,14 @@ def join(group: dist.ProcessGroup | None, needed: int, timeout: float = TIMEOUT_
     if missing := {"cpu", device} - carried:
         fix = f"use torch.distributed.init_process_group({BACKENDS[device]!r})"
         raise WrongTarget(built_for=f"ranks that exchange tensors on {device}", found=f"none on {missing}", fix=fix)
-    joined = Ranks(group, patience)
-    if group is not None and joined.size > 1:
-        joined.pulse = pulse_of(group, joined.number())
-    return joined
+    return watched(Ranks(group, patience))
+
+
+def watched(ranks: Ranks) -> Ranks:
+    """Ranks that see from now on which of them live. All of them call it. Raises RankLost."""
+    if ranks.group is not None and ranks.size > 1:
+        ranks.pulse = pulse_of(ranks.group, ranks.number())
+    return ranks
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
@@ -301,4 +306,4 @@ def take_device() -> None:
         torch.cuda.set_device(local)
 
 
-__all__ = ["IDLE", "KINDS", "WAIT", "Ranks", "Sent", "join", "neighbours", "take_device"]
+__all__ = ["IDLE", "KINDS", "WAIT", "Ranks", "Sent", "join", "neighbours", "take_device", "watched"]

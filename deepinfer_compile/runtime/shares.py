@@ -20,7 +20,7 @@ from deepinfer_compile.errors import BadOption
 from deepinfer_compile.runtime.executor import BundleExecutor
 from deepinfer_compile.runtime.handover import HandoverRecord, meet
 from deepinfer_compile.runtime.mail import GroupMail, timeout_of
-from deepinfer_compile.runtime.ranks import Ranks, join, take_device
+from deepinfer_compile.runtime.ranks import Ranks, join, take_device, watched
 from deepinfer_compile.runtime.roles import DECODE, PREFILL, has_units, plans_of, role_of
 from deepinfer_compile.runtime.spread import Spread, SpreadExecutor
 from deepinfer_compile.runtime.stored import Stored
@@ -79,7 +79,7 @@ def _part(section: Mapping[str, Any], everyone: Ranks, role: str, placement: Any
     for name, ranks in members.items():
         there = [dist.get_global_rank(everyone.group, rank) for rank in ranks]
         groups[name] = dist.new_group(there, timeout=timeout, use_local_synchronization=True)
-    own = Ranks(groups[role], everyone.patience)
+    own = watched(Ranks(groups[role], everyone.patience))
     peers = members[DECODE if role == PREFILL else PREFILL]
     mail = GroupMail(everyone, peers, own.sent, timeout.total_seconds())
     spread = Spread.of(plans_of(section)[role], own, placement, identity)
