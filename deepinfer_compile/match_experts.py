@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from deepinfer_compile.graph import argument, is_op, only_user, tensor, value
 from deepinfer_compile.match import CASTS
+from deepinfer_compile.match_columns import COLUMNS, by_column
 from deepinfer_compile.match_moe import (
     CPU,
     A,
@@ -327,7 +328,9 @@ def all_agree(outputs: Node, axis: int, choice: Choice, ends: Node, seed: int) -
     if crosses_tokens(ends, (choice.ids, choice.weights, outputs)) is not None:
         return False
     probe, drawn, share = given_choice(choice.ids, choice.weights, count, PROBE_TOKENS, seed)
-    held = _whole_numbers(probe.shape(outputs), seed)
+    shape = probe.shape(outputs)
+    probe.fewer = axis % len(shape) != len(shape) - 1 and shape[-1] > COLUMNS and by_column(outputs, ends)
+    held = _whole_numbers((*shape[:-1], COLUMNS) if probe.fewer else shape, seed)
     probe.given[outputs] = held.to(tensor(outputs).dtype)
     dense = dense_weights(drawn, share, count).reshape(-1, count).float()
     each = held.movedim(axis, -2).reshape(-1, count, held.shape[-1])
