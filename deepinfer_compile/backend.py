@@ -31,6 +31,7 @@ from deepinfer_compile.errors import (
 )
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.functional import Functional, functional, given, trace, with_writes, write_out_constants
+from deepinfer_compile.graph import make_module
 from deepinfer_compile.inline import Inliner
 from deepinfer_compile.kernel_ops import Rendered
 from deepinfer_compile.passbase import Pass
@@ -264,4 +265,4 @@ def as_program(form: Functional) -> Program:
     root = nn.Module()
     root.add_module("body", gm)
     facts = frozenset({Fact.SHAPES, Fact.FUNCTIONAL})
-    return Program("backend", GraphModule(root, graph), {"body": gm}, {}, {}, facts=facts)
+    return Program("backend", make_module(root, graph), {"body": gm}, {}, {}, facts=facts)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from deepinfer_compile.graph import is_op, value, writes
+from deepinfer_compile.graph import is_op, make_module, value, writes
 from deepinfer_compile.program import Program, output_values
 from deepinfer_compile.skeleton import outputs_of
 
@@ -97,7 +97,7 @@ def _piece(inside: list[Node], wanted: list[Node], name: str) -> Piece:
         env[node].meta = dict(node.meta) if node in body or node.op == "placeholder" else {"val": value(node)}
     made = [env[n] for n in gives]
     graph.output(made[0] if len(made) == 1 else tuple(made))
-    gm = GraphModule(torch.nn.Module(), graph)
+    gm = make_module(torch.nn.Module(), graph)
     return Piece(name, gm, tuple(sorted(reads, key=order.__getitem__)), gives)
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.node import map_arg
 
 DTYPE_NAMES = {
     torch.float64: "f64",
@@ -33,6 +35,8 @@ DTYPE_NAMES = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+EVALUATED = "evaluated"
 
 
 def value(node: Node) -> Any:
@@ -99,10 +103,37 @@ def fake_mode_of(graph: Graph) -> FakeTensorMode:
 
 def evaluate(target: Callable[..., Any], args: Any, kwargs: Any, mode: FakeTensorMode) -> Any:
     """What `target` gives on the fake values of the given node arguments."""
-    fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), value)
+    fake_args, fake_kwargs = map_arg((args, kwargs), value)  # type: ignore[misc]
     # the Python dispatcher keeps sizes symbolic through composite ops, which in C++ may ask for their hints
     with mode, torch.no_grad(), enable_python_dispatcher():
         return target(*fake_args, **fake_kwargs)
+
+
+def is_evaluated(node: Node) -> bool:
+    """Whether `set_evaluated` was told of a call what it still is: of this operation, operands' values and result."""
+    known = node.meta.get(EVALUATED)
+    return known is not None and _identical(known, _evaluation(node))
+
+
+def set_evaluated(node: Node) -> None:
+    """Note that the recorded value of a call is what its operation gives on the recorded values of its operands. Copies
+    of the node keep the note; it stands as long as they have the same value and operands of the same values."""
+    node.meta[EVALUATED] = _evaluation(node)
+
+
+def _evaluation(node: Node) -> Any:
+    return (node.target, *map_arg((node.args, node.kwargs), value), value(node))  # type: ignore[misc]
+
+
+def _identical(a: Any, b: Any) -> bool:
+    """Equal structure and numbers; tensors and symbols are the same objects."""
+    if a is b:
+        return True
+    if isinstance(a, (tuple, list)):
+        return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(_identical, a, b))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(map(_identical, a.values(), b.values()))
+    return type(a) is type(b) and not isinstance(a, (Tensor, *SYMBOLS)) and bool(a == b)
 
 
 class Editor:
@@ -118,6 +149,7 @@ class Editor:
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(target, args, kwargs)
         node.meta["val"] = evaluate(target, args, kwargs, self.mode)
+        set_evaluated(node)
         for key in ("nn_module_stack", "stack_trace", "from_node"):
             if key in self.anchor.meta:
                 node.meta[key] = self.anchor.meta[key]
@@ -132,6 +164,12 @@ class Editor:
         old.replace_all_uses_with(new)
 
 
+def make_module(root: torch.nn.Module, graph: Graph) -> GraphModule:
+    """The graph as a module. Its Python source is written and compiled when it is first called: most modules stand
+    between two passes and never are."""
+    return _LazyGraphModule(root, graph)
+
+
 def copy_module(gm: GraphModule) -> GraphModule:
     """A copy with its own graph and metadata dictionaries; fake values and submodules are shared."""
     graph = Graph()
@@ -139,7 +177,7 @@ def copy_module(gm: GraphModule) -> GraphModule:
     for node in gm.graph.nodes:
         env[node] = graph.node_copy(node, lambda n: env[n])
         env[node].meta = dict(node.meta)
-    new = GraphModule(gm, graph)
+    new = make_module(gm, graph)
     new.meta = dict(gm.meta)
     return new
 
@@ -238,6 +276,30 @@ def to_text(gm: GraphModule) -> str:
     """The graph as stable text, one node a line: equal graphs print equally."""
     names = SymbolNames()
     return "\n".join(node_text(n, names) for n in gm.graph.nodes) + "\n"
+
+
+def same_graph(a: GraphModule, b: GraphModule) -> bool:
+    """Whether two graphs print equally; False where that would take printing them to tell."""
+    return len(a.graph.nodes) == len(b.graph.nodes) and all(map(_same_line, a.graph.nodes, b.graph.nodes))
+
+
+def _same_line(a: Node, b: Node) -> bool:
+    return (
+        (a.name, a.op, a.target, a.meta.get("weight")) == (b.name, b.op, b.target, b.meta.get("weight"))
+        and _same_argument(a.args, b.args)
+        and _same_argument(a.kwargs, b.kwargs)
+        and (value(a) is value(b) or shape_text(value(a)) == shape_text(value(b)))
+    )
+
+
+def _same_argument(a: Any, b: Any) -> bool:
+    if isinstance(a, Node):
+        return isinstance(b, Node) and a.name == b.name
+    if isinstance(a, (tuple, list)):
+        return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(_same_argument, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(map(_same_argument, a.values(), b.values()))
+    return type(a) is type(b) and bool(a == b)
 
 
 def place_of(node: Node) -> str:

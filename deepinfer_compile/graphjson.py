@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from deepinfer_compile.graph import SymbolNames, evaluate, place_of, value
+from deepinfer_compile.graph import SymbolNames, evaluate, make_module, place_of, value
 from deepinfer_compile.runtime.interpret import FLOATS, FUNCTIONS, decode, resolve
 
 HINT = 6
@@ -148,7 +148,7 @@ def from_json(
                 node = graph.create_node("call_function", target, args, kwargs, name=name)
                 node.meta["val"] = evaluate(target, args, kwargs, values.mode)
         env[name] = node
-    return GraphModule(root, graph)
+    return make_module(root, graph)
 
 
 def _block_value(blocks: dict[str, GraphModule], target: str, args: tuple[Any, ...], mode: FakeTensorMode) -> Any:

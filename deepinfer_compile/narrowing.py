@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from deepinfer_compile.graph import Editor, copy_module, fake_mode_of, is_op, remove_dead, value, writes
+from deepinfer_compile.graph import Editor, copy_module, fake_mode_of, is_op, make_module, remove_dead, value, writes
 from deepinfer_compile.program import Program, output_values
 from deepinfer_compile.prune import prune
 from deepinfer_compile.skeleton import item_of, revalue
@@ -62,7 +62,7 @@ def insert_select(
     edit.mode = fake_mode_of(program.skeleton.graph)
     made = make(edit, holes)
     out.args = (tuple(made.values()),)
-    program.blocks[SELECT] = GraphModule(torch.nn.Module(), graph)
+    program.blocks[SELECT] = make_module(torch.nn.Module(), graph)
     program.skeleton.add_module(SELECT, program.blocks[SELECT])
     with program.skeleton.graph.inserting_before(calls[0]):
         call: Node = program.skeleton.graph.call_module(SELECT, tuple(args))

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from deepinfer_compile.boundary import Sides
 from deepinfer_compile.errors import UnsupportedConstruct
-from deepinfer_compile.graph import Editor, is_op, remove_dead, tensor, to_text, value
+from deepinfer_compile.graph import Editor, is_op, make_module, remove_dead, tensor, to_text, value
 from deepinfer_compile.match import expr
 from deepinfer_compile.ops import ATTENTION
 from deepinfer_compile.program import Program, output_values
@@ -153,7 +153,7 @@ class Assembly:
         result = [env[_Read(n, False)] for n in gives]
         out.args = (result[0] if len(result) == 1 else tuple(result),)
         remove_dead(graph)
-        gm = GraphModule(torch.nn.Module(), graph)
+        gm = make_module(torch.nn.Module(), graph)
         if part == "decoder":
             revalue(gm)
         return _Piece(gm, reads, weights, gives, masked)
@@ -242,7 +242,7 @@ class Assembly:
         root = torch.nn.Module()
         for name, gm in blocks.items():
             root.add_module(name, gm)
-        skeleton = GraphModule(root, self.graph)
+        skeleton = make_module(root, self.graph)
         return replace(
             self.program,
             skeleton=skeleton,
@@ -316,4 +316,4 @@ def _alone(program: Program, part: str, named: dict[str, str]) -> Program:
         root.add_module(name, gm)
     weights = {name: ref for name, ref in program.weights.items() if any(n.name == name for n in outside)}
     info = {**program.info, "gives": [n.name for n in gives]}
-    return replace(program, name=part, skeleton=GraphModule(root, graph), blocks=blocks, weights=weights, info=info)
+    return replace(program, name=part, skeleton=make_module(root, graph), blocks=blocks, weights=weights, info=info)

@@ -13,11 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch.fx import GraphModule
-
 from deepinfer_compile.errors import CompileError, ExpectedMatchMissing, PassFailed, PipelineOrder, UnknownPass
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.graph import remove_dead, to_text
+from deepinfer_compile.graph import remove_dead, same_graph
 from deepinfer_compile.passbase import Pass, PassContext, Remark, describe, each_block, options_of
 from deepinfer_compile.program import Program
 from deepinfer_compile.verify import verify
@@ -130,7 +128,8 @@ def run_pass(
     begin = time.perf_counter()
     try:
         after = _apply(p, before.clone(), ctx)
-        changed = frozenset(n for n, gm in after.graphs() if _differs(before, n, gm))
+        known = dict(before.graphs())
+        changed = frozenset(n for n, gm in after.graphs() if n not in known or not same_graph(known[n], gm))
         after = replace(after, facts=(after.facts - p.breaks) | p.makes)
         verify(after, changed, p.name)
         waived = _expectations(p, after, ctx)
@@ -174,11 +173,6 @@ def _apply(p: Pass, program: Program, ctx: PassContext) -> Program:
         remove_dead(gm.graph)
         gm.recompile()
     return program
-
-
-def _differs(before: Program, name: str, gm: GraphModule) -> bool:
-    old = dict(before.graphs()).get(name)
-    return old is None or to_text(old) != to_text(gm)
 
 
 def _expectations(p: Pass, program: Program, ctx: PassContext) -> str:

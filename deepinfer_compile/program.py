@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.graph import copy_module, remove_dead, value
+from deepinfer_compile.graph import copy_module, make_module, remove_dead, value
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Program:
             env[node].meta = dict(node.meta)
         _resolve_items(flat)
         remove_dead(flat)
-        return GraphModule(torch.nn.Module(), flat)
+        return make_module(torch.nn.Module(), flat)
 
 
 def _inline(block: Graph, into: Graph, values: list[Any], env: dict[Node, Any]) -> Any:

@@ -11,7 +11,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-from deepinfer_compile.graph import evaluate, fake_mode_of, is_op, tensor
+from deepinfer_compile.graph import evaluate, fake_mode_of, is_evaluated, is_op, set_evaluated, tensor
 from deepinfer_compile.program import Program, output_values
 
 
@@ -93,8 +93,9 @@ def revalue(gm: GraphModule) -> None:
     """Compute the recorded value of every call of a graph again, after an edit changed the shape of an operand."""
     mode = fake_mode_of(gm.graph)
     for node in gm.graph.nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and not is_evaluated(node):
             node.meta["val"] = evaluate(node.target, node.args, node.kwargs, mode)
+            set_evaluated(node)
 
 
 def revalue_calls(program: Program, block: str) -> None:

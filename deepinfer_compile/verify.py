@@ -18,9 +18,11 @@ from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import (
     evaluate,
     fake_mode_of,
+    is_evaluated,
     is_op,
     node_text,
     origin_of,
+    set_evaluated,
     shape_text,
     value,
     writes,
@@ -77,7 +79,8 @@ def rule_targets(gm: GraphModule) -> Iterator[str]:
 
 
 def rule_values(gm: GraphModule) -> Iterator[str]:
-    """Every node's recorded shape and dtype is what its op gives on the operands' recorded values."""
+    """Every node's recorded shape and dtype is what its op gives on the operands' recorded values. What was found so
+    after an earlier pass, and has the same value and operands since, is not evaluated again."""
     mode = fake_mode_of(gm.graph)
     for node in gm.graph.nodes:
         if node.op == "output":
@@ -85,14 +88,16 @@ def rule_values(gm: GraphModule) -> Iterator[str]:
         if "val" not in node.meta:
             yield f"{node_text(node)}: no recorded value"
             continue
-        if node.op != "call_function":
+        if node.op != "call_function" or is_evaluated(node):
             continue
         try:
             found = evaluate(node.target, node.args, node.kwargs, mode)
         except (RuntimeError, TypeError, ValueError, IndexError) as err:
             yield f"{node_text(node)}: does not evaluate: {str(err).splitlines()[0]}"
             continue
-        if not same(found, value(node)):
+        if same(found, value(node)):
+            set_evaluated(node)
+        else:
             yield f"{node_text(node)}: records {shape_text(value(node))}, the op gives {shape_text(found)}"
 
 

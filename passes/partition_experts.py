@@ -8,14 +8,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from deepinfer_compile.carving import Key, Piece, cut, replace_block
 from deepinfer_compile.derivation import derivation
 from deepinfer_compile.eplb.layout import check_sizes, places
 from deepinfer_compile.errors import BadOption, UnsupportedConstruct
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.graph import Editor, fake_mode_of, is_op, place_of, tensor
+from deepinfer_compile.graph import Editor, fake_mode_of, is_op, make_module, place_of, tensor
 from deepinfer_compile.ops import COMBINE, DISPATCH, EXPERTS
 from deepinfer_compile.passbase import NONE, PassContext, register
 from deepinfer_compile.program import Program, WeightRef
@@ -182,7 +182,7 @@ class _Work:
         made = make(edit, holes)
         given.update(zip(gives, (tensor(n) for n in made), strict=True))
         out.args = (made[0] if len(made) == 1 else tuple(made),)
-        return Piece(name, GraphModule(torch.nn.Module(), graph), tuple(reads), tuple(gives))
+        return Piece(name, make_module(torch.nn.Module(), graph), tuple(reads), tuple(gives))
 
     def _dispatch(self, edit: Editor, holes: dict[Key, Node]) -> list[Node]:
         sent = edit.call(DISPATCH.overload, *holes.values(), self.room, self.form)

@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from deepinfer_compile.boundary import Boundary, find_boundary
 from deepinfer_compile.errors import BadOption, NoBoundary
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.graph import Editor, fake_mode_of, is_op, tensor, value
+from deepinfer_compile.graph import Editor, fake_mode_of, is_op, make_module, tensor, value
 from deepinfer_compile.ops import RECENT, SELECT_ROWS, SELECTED_ATTENTION
 from deepinfer_compile.parts import Assembly
 from deepinfer_compile.passbase import NONE, PassContext, register
@@ -145,7 +145,7 @@ def _block(work: Assembly, name: str, args: list[Node], make: Any) -> list[Node]
     out = graph.output(())
     made = make(_OnFake(graph, out, args[0]), holes)
     out.args = (made[0] if len(made) == 1 else tuple(made),)
-    work.add_block(name, GraphModule(torch.nn.Module(), graph))
+    work.add_block(name, make_module(torch.nn.Module(), graph))
     return work.call(name, args, "decoder")
 
 

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from deepinfer_compile.capture.standins import without_values
 from deepinfer_compile.errors import CompileError, DynamicRangeLost, UnsupportedConstruct
+from deepinfer_compile.graph import make_module
 from deepinfer_compile.program import WeightRef
 
 EXAMPLE_TOKENS = 12
@@ -127,7 +128,7 @@ def _as_inputs(program: Any, names: dict[str, str], ours: dict[str, str]) -> Exp
         else:
             env[node] = graph.node_copy(node, lambda n: env[n])
             env[node].meta = dict(node.meta)
-    gm = GraphModule(nn.Module(), graph)
+    gm = make_module(nn.Module(), graph)
     return Exported(gm, tuple(inputs), weights)
 
 

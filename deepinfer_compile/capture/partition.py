@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from deepinfer_compile.capture.export import Exported
 from deepinfer_compile.errors import UnsupportedConstruct
 from deepinfer_compile.facts import Fact
-from deepinfer_compile.graph import Editor, remove_dead, to_text, value
+from deepinfer_compile.graph import Editor, make_module, remove_dead, to_text, value
 from deepinfer_compile.program import Program, WeightRef
 
 PREFIX, SUFFIX = "prefix", "suffix"
@@ -147,7 +147,7 @@ def _cut(nodes: list[Node], exported: Exported, plan: LayerPlan | None, key: Any
     result = [env[n] for n in gives]
     out.args = (result[0],) if len(result) == 1 else (tuple(result),)
     remove_dead(graph)
-    return Cut(GraphModule(torch.nn.Module(), graph), reads, gives, bound)
+    return Cut(make_module(torch.nn.Module(), graph), reads, gives, bound)
 
 
 def _size_from(node: Node, env: dict[Node, Node], editor: Editor) -> Node:
@@ -284,7 +284,7 @@ class Skeleton:
         root = torch.nn.Module()
         for name, gm in self.blocks.items():
             root.add_module(name, gm)
-        skeleton = GraphModule(root, self.graph)
+        skeleton = make_module(root, self.graph)
         facts = frozenset({Fact.SHAPES, Fact.FUNCTIONAL})
         return Program(self.name, skeleton, self.blocks, self.weights, self.info, facts=facts)
 
