@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import UserError, UserErrorType
 from torch.fx import Graph, GraphModule, Node
 
+from deepinfer_compile.capture.decompose import decomposed
 from deepinfer_compile.capture.standins import without_values
 from deepinfer_compile.errors import CompileError, DynamicRangeLost, UnsupportedConstruct
 from deepinfer_compile.graph import make_module
@@ -46,19 +47,20 @@ def export_packed(
     Raises UnsupportedConstruct with the user's line where the model's code cannot be expressed as a graph.
     """
     try:
-        program = _export(function, examples, taken, bounded)
+        program, graph = _export(function, examples, taken, bounded)
     except CompileError:
         raise
     except Exception as err:  # torch.export raises many unrelated types; all of them mean that capture failed
         raise UnsupportedConstruct(construct=_first_line(err), fix=_advice(err), where=_user_line(err)) from err
-    exported = _as_inputs(program, names, {theirs: ours for ours, theirs in taken.items()})
+    exported = _as_inputs(program, graph, names, {theirs: ours for ours, theirs in taken.items()})
     _check_dynamic(exported, taken)
     return replace(exported, max_tokens=_longest(program, exported))
 
 
 def _export(function: nn.Module, examples: dict[str, Tensor], taken: dict[str, str], bounded: bool) -> Any:
-    """torch.export's program. Where a promised range meets a condition that torch cannot prove for all of it (torch
-    2.11 does not know that min(16 T, 48 T) is 16 T), the range is learned after all, and checked like any other."""
+    """torch.export's program and its functional graph. Where a promised range meets a condition that torch cannot prove
+    for all of it (torch 2.11 does not know that min(16 T, 48 T) is 16 T), the range is learned after all, and checked
+    like any other."""
     sizes = {"input_ids": "tokens", "position_ids": "tokens", "context_hint": "tokens", "rows": "rows"}
     dims = {size: torch.export.Dim(size, min=1, max=MAX_TOKENS) for size in ("tokens", "rows")}
     dynamic: dict[str, Any] = {
@@ -71,7 +73,7 @@ def _export(function: nn.Module, examples: dict[str, Tensor], taken: dict[str, s
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, about how it stores specs
             exported = torch.export.export(function, (), kwargs=examples, dynamic_shapes=dynamic, strict=False)
-            return exported.run_decompositions({})
+            return decomposed(exported)
     except UserError as err:
         if not bounded or err.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
             raise
@@ -90,7 +92,7 @@ def _longest(program: Any, exported: Exported) -> int | None:
     return int(upper) if upper < MAX_TOKENS else None
 
 
-def _as_inputs(program: Any, names: dict[str, str], ours: dict[str, str]) -> Exported:
+def _as_inputs(program: Any, flat: Graph, names: dict[str, str], ours: dict[str, str]) -> Exported:
     """Rebuild the exported graph with every lifted parameter, buffer and constant as a named weight placeholder."""
     sig = program.graph_signature
     if sig.buffers_to_mutate:
@@ -106,7 +108,7 @@ def _as_inputs(program: Any, names: dict[str, str], ours: dict[str, str]) -> Exp
     graph, env = Graph(), {}
     weights: dict[str, WeightRef] = {}
     inputs: list[str] = []
-    for node in program.graph.nodes:
+    for node in flat.nodes:
         if node.op == "placeholder" and node.name in lifted:
             full = lifted[node.name]
             held = values[full]

@@ -1,0 +1,173 @@
+"""What `ExportedProgram.run_decompositions({})` makes of a graph, without tracing the whole graph again.
+
+torch.export leaves composite calls that may give their own operand back (`to`, `reshape`, `flatten`, `chunk`) and calls
+that write. Decomposing with an empty table traces the graph twice more, through functional wrappers around every value:
+two thirds of a capture. Yet only these calls change. Here each is run alone on the recorded values of its operands, and
+what it calls takes its place; every other call stands in both graphs as it is. A graph that holds what this does not
+know (writes to what others may see, submodules, conditions on sizes) is left to torch.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepinfer_compile.graph import evaluate, fake_mode_of, is_op, value, written
+
+A = torch.ops.aten
+SIZES = (operator.add, operator.sub, operator.mul, operator.floordiv)
+TORCHS = (A.dropout.default, A.native_batch_norm.default, A.detach.default, A.alias.default)
+"""Calls of which torch's tracers make something of their own."""
+
+
+class Unknown(Exception):
+    """A graph holds something that is left to torch."""
+
+
+def decomposed(program: Any) -> tuple[Any, Graph]:
+    """(program, flat functional graph) of what torch.export gave: the program itself and a graph with the placeholders
+    of its signature, or what `run_decompositions({})` makes of both."""
+    try:
+        return program, _Decomposed(program.graph).graph
+    except Unknown:
+        done = program.run_decompositions({})
+        return done, done.graph
+
+
+class _Calls(TorchDispatchMode):
+    """Notes what a composite call calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if any(isinstance(t, Tensor) for t in (out if isinstance(out, (tuple, list)) else (out,))):
+            self.made.append((func, args, kwargs or {}, out))
+        return out
+
+
+class _Decomposed:
+    """Copies a graph call by call. `env`: the node, or the nodes of a tuple, that stands for each node of the old."""
+
+    def __init__(self, old: Graph) -> None:
+        self.graph = Graph()
+        self.env: dict[Node, Any] = {}
+        self.sizes: dict[Any, Node] = {}
+        self.mode = fake_mode_of(old)
+        holes = [node for node in old.nodes if node.op == "placeholder"]
+        self.env.update({hole: self.copied(hole) for hole in holes})
+        for hole in holes:
+            self.note_sizes(self.env[hole])
+        for node in old.nodes:
+            if node.op != "placeholder":
+                self.env[node] = self.copied(node) if node.op == "output" else self.called(node)
+        self.graph.eliminate_dead_code()
+
+    def copied(self, node: Node) -> Node:
+        new = self.graph.node_copy(node, self.env.__getitem__)
+        new.meta = dict(node.meta)
+        if isinstance(value(node), SymInt):
+            new = self.sizes.setdefault(value(node).node.expr, new)
+            new.meta = {**node.meta, **new.meta}
+        return new
+
+    def note_sizes(self, hole: Node) -> None:
+        """One call for each size that inputs have; what nobody reads is removed."""
+        for dim, size in enumerate(value(hole).shape):
+            if isinstance(size, SymInt) and size.node.expr not in self.sizes:
+                self.sizes[size.node.expr] = made = self.graph.call_function(A.sym_size.int, (hole, dim))
+                made.meta = {"val": size}
+
+    def called(self, node: Node) -> Any:
+        """What takes the place of a call. Raises Unknown."""
+        target = node.target
+        if node.op != "call_function" or target in TORCHS:
+            raise Unknown
+        if target is operator.getitem and isinstance(self.env[node.args[0]], tuple):  # type: ignore[index]
+            return self.env[node.args[0]][node.args[1]]  # type: ignore[index]
+        if target is operator.getitem or (target in SIZES and isinstance(value(node), SymInt)):
+            return self.copied(node)
+        if not isinstance(target, OpOverload):
+            raise Unknown
+        if target._schema.is_mutable:
+            return self.written(node)
+        if target is A.lift_fresh_copy.default:
+            return self.new(node, A.clone.default, (self.env[node.args[0]],), {}, value(node))  # type: ignore[index]
+        aliases = any(a.alias_info is not None for a in target._schema.arguments)
+        if target._can_decompose() and (aliases or torch.Tag.maybe_aliasing_or_mutating in target.tags):
+            return self.parts(node)
+        return self.copied(node)
+
+    def written(self, node: Node) -> Any:
+        """A call that writes to a fresh value of which there is no view: its functional form, read from then on."""
+        source: Any = node.args[0]
+        if is_op(node, A.detach_.default) and is_op(source, A.lift_fresh_copy.default):
+            return self.env[source]
+        name, _, overload = str(node.target).removeprefix("aten.").partition(".")
+        twin = getattr(getattr(A, name.removesuffix("_"), None), overload, None)
+        others = [user for user in source.users if user is not node]
+        if twin is None or not name.endswith("_") or written(node) != [source]:
+            raise Unknown
+        if not _is_fresh(source.args[0] if is_op(source, operator.getitem) else source) or not all(
+            map(_is_fresh, others)
+        ):
+            raise Unknown
+        made = evaluate(twin, node.args, node.kwargs, self.mode)
+        if (made.dtype, str(made.shape)) != (value(node).dtype, str(value(node).shape)):
+            raise Unknown
+        args, kwargs = map_arg((node.args, node.kwargs), self.env.__getitem__)  # type: ignore[misc]
+        self.env[source] = self.new(node, twin, args, kwargs, made)
+        return self.env[source]
+
+    def parts(self, node: Node) -> Any:
+        """The calls that a composite call makes; what it gives may be an operand. Raises Unknown."""
+        known: dict[int, Any] = {id(value(n)): self.env[n] for n in node.all_input_nodes}
+        args, kwargs = map_arg((node.args, node.kwargs), value)  # type: ignore[misc]
+        with self.mode, torch.no_grad(), enable_python_dispatcher(), _Calls() as calls:
+            given = node.target.decompose(*args, **kwargs)  # type: ignore[union-attr]
+
+        def here(held: Any) -> Any:
+            if isinstance(held, SymInt):
+                expr = held.node.expr
+                return int(expr) if expr.is_Integer else self._known(self.sizes, expr)
+            return self._known(known, id(held)) if isinstance(held, Tensor) else held
+
+        for target, args, kwargs, out in calls.made:
+            made = self.new(node, target, *map_aggregate((args, kwargs), here), out)  # type: ignore[misc]
+            if isinstance(out, Tensor):
+                known[id(out)] = made
+            else:
+                items = [self.new(node, operator.getitem, (made, i), {}, item) for i, item in enumerate(out)]
+                known.update({id(item): new for item, new in zip(out, items)})
+        found = map_aggregate(given, here)
+        return tuple(found) if isinstance(found, (tuple, list)) else found
+
+    def new(self, old: Node, target: Any, args: Any, kwargs: Any, val: Any) -> Node:
+        """A call in place of another one, from the same place of the model."""
+        made = self.graph.call_function(target, args, kwargs)
+        made.meta = {**old.meta, "val": val}
+        return made
+
+    @staticmethod
+    def _known(names: dict[Any, Any], key: Any) -> Any:
+        if key not in names:
+            raise Unknown
+        return names[key]
+
+
+def _is_fresh(node: Node) -> bool:
+    """Whether a call gives tensors of their own, which no operand shares."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target._can_decompose():  # some composites give their operand back unsaid
+        return False
+    return all(a.alias_info is None for a in (*target._schema.arguments, *target._schema.returns))
