@@ -57,6 +57,31 @@ class Planted:
                 node.graph.output_node().args[0].meta["val"] = node.meta["val"]  # type: ignore[union-attr]
 
 
+@dataclass(frozen=True)
+class Stale:
+    """A pass that changes a call, or what is recorded of it, after an earlier pass was found right."""
+
+    name: ClassVar[str] = "stale"
+    level: ClassVar[str] = "layer"
+    needs: ClassVar[frozenset[Fact]] = NONE
+    makes: ClassVar[frozenset[Fact]] = NONE
+    breaks: ClassVar[frozenset[Fact]] = NONE
+    kind: str = "operand"
+
+    def run(self, gm: GraphModule, ctx: PassContext) -> None:
+        means = [n for n in gm.graph.nodes if is_op(n, A.mean.dim)]
+        if not means:
+            return
+        if self.kind == "operand":
+            means[0].args = (next(n for n in gm.graph.nodes if is_op(n, A.linear.default)).args[1], *means[0].args[1:])
+        elif self.kind == "argument":
+            means[0].args = (*means[0].args[:2], False)
+        elif self.kind == "operation":
+            means[0].target, means[0].args = A.cumsum.default, (means[0].args[0], 0)
+        else:
+            means[0].meta["val"] = means[0].meta["val"].double()
+
+
 @pytest.fixture(scope="module")
 def llama() -> tuple[torch.nn.Module, Program]:
     model = models.make("llama")
@@ -117,6 +142,12 @@ def test_a_failing_pass_changes_nothing_and_leaves_a_reproducer(
 def test_a_pass_that_lies_about_shapes_is_refused(llama: tuple[torch.nn.Module, Program]) -> None:
     with pytest.raises(GraphInvalid, match="planted"):
         Pipeline((Planted(kind="badshape"),)).run(llama[1])
+
+
+@pytest.mark.parametrize("kind", ["operand", "argument", "operation", "value"])
+def test_what_was_right_before_is_looked_at_again(llama: tuple[torch.nn.Module, Program], kind: str) -> None:
+    with pytest.raises(GraphInvalid, match=r"after pass .stale.: .*mean_dim"):
+        Pipeline((Canonicalize(), Stale(kind))).run(llama[1])
 
 
 def test_dump_writes_readable_diffs(llama: tuple[torch.nn.Module, Program], tmp_path: Path) -> None:
