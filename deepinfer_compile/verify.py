@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from deepinfer_compile.errors import GraphInvalid
 from deepinfer_compile.facts import Fact
@@ -79,9 +80,12 @@ def rule_targets(gm: GraphModule) -> Iterator[str]:
 
 
 def rule_values(gm: GraphModule) -> Iterator[str]:
-    """Every node's recorded shape and dtype is what its op gives on the operands' recorded values. What was found so
-    after an earlier pass, and has the same value and operands since, is not evaluated again."""
+    """Every node's recorded shape and dtype is what its op gives on the operands' recorded values.
+
+    What was found so after an earlier pass, and has the same value and operands since, is not evaluated again; nor is a
+    call of an op with operands of shapes and dtypes with which it was called before in the graph."""
     mode = fake_mode_of(gm.graph)
+    known: dict[Any, Any] = {}
     for node in gm.graph.nodes:
         if node.op == "output":
             continue
@@ -90,15 +94,29 @@ def rule_values(gm: GraphModule) -> Iterator[str]:
             continue
         if node.op != "call_function" or is_evaluated(node):
             continue
+        key = (node.target, _form(map_arg((node.args, node.kwargs), value)))
         try:
-            found = evaluate(node.target, node.args, node.kwargs, mode)
+            if key not in known:
+                known[key] = evaluate(node.target, node.args, node.kwargs, mode)
         except (RuntimeError, TypeError, ValueError, IndexError) as err:
             yield f"{node_text(node)}: does not evaluate: {str(err).splitlines()[0]}"
             continue
+        found = known[key]
         if same(found, value(node)):
             set_evaluated(node)
         else:
             yield f"{node_text(node)}: records {shape_text(value(node))}, the op gives {shape_text(found)}"
+
+
+def _form(held: Any) -> Any:
+    """All that shapes and dtypes of a result depend on, of an argument."""
+    if isinstance(held, Tensor):
+        return (held.dtype, _form(tuple(held.shape)), _form(held.stride()), held.device)
+    if isinstance(held, (tuple, list)):
+        return tuple(map(_form, held))
+    if isinstance(held, dict):
+        return tuple((name, _form(h)) for name, h in held.items())
+    return held.node.expr if isinstance(held, torch.SymInt) else (type(held), repr(held))
 
 
 def same(a: Any, b: Any) -> bool:

@@ -36,7 +36,7 @@ def decomposed(program: Any) -> tuple[Any, Graph]:
     """(program, flat functional graph) of what torch.export gave: the program itself and a graph with the placeholders
     of its signature, or what `run_decompositions({})` makes of both."""
     try:
-        return program, _Decomposed(program.graph).graph
+        return program, Decomposed(program.graph).graph
     except Unknown:
         done = program.run_decompositions({})
         return done, done.graph
@@ -56,8 +56,9 @@ class _Calls(TorchDispatchMode):
         return out
 
 
-class _Decomposed:
-    """Copies a graph call by call. `env`: the node, or the nodes of a tuple, that stands for each node of the old."""
+class Decomposed:
+    """A copy of a graph, made call by call; raises Unknown. `env`: the node, or the nodes of a tuple, that stands for
+    each node of the old one."""
 
     def __init__(self, old: Graph) -> None:
         self.graph = Graph()

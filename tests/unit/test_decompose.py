@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph
 
-from deepinfer_compile.capture.decompose import decomposed
+from deepinfer_compile.capture.decompose import Decomposed, Unknown, decomposed
 from deepinfer_compile.graph import make_module, to_text
 
 
@@ -86,16 +86,21 @@ def written_as_its_like(x: Tensor) -> Tensor:
     return y * z
 
 
-ALONE: dict[str, Callable[[Tensor], Any]] = {
-    "casts": lambda x: (x.to(torch.float32) + x.double().float(), x.to(x.device).bfloat16().type_as(x)),
-    "shapes": lambda x: x.flatten(0, 1).unflatten(-1, (2, 3)).transpose(1, 2).reshape(-1, 6).view_as(x[0]).expand_as(x),
-    "parts": lambda x: torch.cat([a * b for a, b in zip(x.chunk(3, -1), x.split(2, -1), strict=True)], 1),
-    "sizes": lambda x: x.new_zeros(x.shape[1] + 2, 6)[: x.shape[1]].expand(3, -1, -1).contiguous() + x,
-    "constants": lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
-    "composites that stay": lambda x: torch.einsum("bth,bsh->bts", x, x).softmax(-1) @ F.linear(x, x[0, :1]),
-    "nobody reads it": lambda x: (x.flatten(0, 1).chunk(2, 1), x + 1)[1],
-    "divided": divided,
-}
+def many(x: Tensor) -> list[Tensor]:
+    halves = x.unflatten(-1, (2, 3)).transpose(0, 2).flatten(2).transpose(0, 2)
+    x.flatten(0, 1).chunk(2, 1)  # nobody reads it
+    return [
+        x.to(torch.float32) + x.double().float(),
+        x.to(x.device).bfloat16().type_as(x).square(),
+        x.flatten(0, 1).unflatten(-1, (2, 3)).transpose(1, 2).reshape(-1, 6).view_as(x[0]).expand_as(x) + 1,
+        torch.cat([a * b for a, b in zip(x.chunk(3, -1), x.split(2, -1), strict=True)], 1),
+        x.new_zeros(x.shape[1] + 2, 6)[: x.shape[1]].expand(3, -1, -1).contiguous() + x,
+        x * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),
+        torch.einsum("bth,bsh->bts", x, x).softmax(-1) @ F.linear(x, x[0, :1]),
+        halves.sum(0),
+    ]
+
+
 LEFT: dict[str, Callable[[Tensor], Any]] = {
     "a part is written": doubled_view,
     "what may be no copy is written": written_copy,
@@ -106,9 +111,22 @@ LEFT: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*ALONE, *LEFT])
-def test_what_torch_makes_of_it(name: str) -> None:
-    program = exported((ALONE | LEFT)[name])
+@pytest.mark.parametrize("run", [many, divided])
+def test_what_torch_makes_of_it(run: Callable[[Tensor], Any]) -> None:
+    program = exported(run)
     done, graph = decomposed(program)
-    assert (done is program) == (name in ALONE)
+    assert done is program
     assert text(graph) == text(program.run_decompositions({}).graph)
+
+
+def test_the_rest_is_left_to_torch() -> None:
+    program = exported(doubled_view)
+    done, graph = decomposed(program)
+    assert done is not program
+    assert text(graph) == text(program.run_decompositions({}).graph)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_not_known(name: str) -> None:
+    with pytest.raises(Unknown):
+        Decomposed(exported(LEFT[name]).graph)
