@@ -165,7 +165,8 @@ def _cached_select_rows(
 ) -> tuple[Tensor, Tensor]:
     request, position = token_places(written, query_start, seq_len)
     rows = keys[block_table.clamp(min=0).long()].flatten(1, 2)
-    match = torch.einsum("thd,tsd->ths", wide(q), wide(rows)[request]).relu() * scale
+    rows = wide(rows).to(wide(q).dtype)
+    match = torch.einsum("thd,tsd->ths", wide(q), rows[request]).relu() * scale
     scores = (match * wide(weights).unsqueeze(-1)).sum(1)
     return _choice(scores, (position + 1) // ratio, candidates, top, block, blocks)
 
@@ -262,7 +263,7 @@ def _cached_selected_attention(
     if rows is not None and rows_table is not None and chosen is not None:
         keys = torch.cat((keys, paged_rows(rows, rows_table[request], chosen.long())), dim=1)
         visible = torch.cat((visible, chosen >= 0), dim=1)
-    keys = wide(keys).masked_fill(~visible.unsqueeze(-1), 0)
+    keys = wide(keys).to(wide(q).dtype).masked_fill(~visible.unsqueeze(-1), 0)
     scores = torch.einsum("thd,tnd->thn", wide(q), keys).unsqueeze(2) * scale
     shares = masked_softmax(scores, visible[:, None, None], sinks)
     return torch.einsum("thn,tnd->thd", shares.squeeze(2), keys).to(q.dtype)

@@ -17,6 +17,8 @@ import torch
 import deepinfer_compile
 from deepinfer_compile import LLM, SamplingParams
 from deepinfer_compile.bundle import read_bundle
+from deepinfer_compile.models.deepseek_v41 import tiny
+from deepinfer_compile.models.deepseek_v41.storage import PUBLISHED
 from deepinfer_compile.passes.split_encoder_decoder import SplitEncoderDecoder
 from deepinfer_compile.pipeline import Pipeline
 from deepinfer_compile.program import Program
@@ -74,6 +76,17 @@ def test_preempted_requests_read_their_tokens_again() -> None:
 def test_native_generation(tmp_path: Path) -> None:
     deepinfer_compile.build(v41.make(), tmp_path / "b")
     check_generation(tmp_path / "b", native=True)
+
+
+@pytest.mark.slow
+def test_caches_of_published_forms(tmp_path: Path) -> None:
+    """Rows are rounded where they are made, on the same grids. In fp64, where nothing is near the edge of two."""
+    model = tiny.make(dtype=torch.float64, forms=PUBLISHED, head_dim=32, index_head_dim=32)
+    deepinfer_compile.build(model, tmp_path / "b", native=False)
+    llm = deepinfer_compile.load(tmp_path / "b", native=False, max_model_len=128, max_num_batched_tokens=64)
+    given = prompts(VOCAB, (5, 40, 77))
+    with torch.no_grad():
+        assert bundle_tokens(llm, given, COUNT) == [v41.eager_tokens(model, p, COUNT) for p in given]
 
 
 SCRIPT = """

@@ -123,6 +123,7 @@ def test_the_same_model_gives_the_same_bytes(llama: Any, bundle: Path, tmp_path:
     assert b"/tmp/" not in text
 
 
+@pytest.mark.slow
 def test_routers_and_experts_have_kernels_in_every_program(tmp_path: Path) -> None:
     """And what a router's linear is given is not cast, nor are rotary tables made of small operations."""
     model = models.make("deepseek_v3", dtype=torch.bfloat16, num_hidden_layers=2, first_k_dense_replace=1)

@@ -100,7 +100,7 @@ def test_programs_with_kernels_equal_eager(name: str, tmp_path: Path, interprete
     assert there == here
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_linear_layers_of_few_tokens_equal_eager(
     name: str, tmp_path: Path, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

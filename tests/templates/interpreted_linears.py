@@ -56,4 +56,4 @@ def test_the_default_for_one_token(found: Case[Params], tmp_path: Path) -> None:
     limits = Limits(("float32", "bfloat16"), "cuda", shared_bytes=227 * 1024, cores=132, max_warps=32)
     config = SEVERAL.default(found.params, limits, 1)
     assert config.block_t == 1
-    check(SEVERAL, found, config, tmp_path, twice=True)
+    check(SEVERAL, found, config, tmp_path)

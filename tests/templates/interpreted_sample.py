@@ -104,6 +104,7 @@ def test_rows_without_a_finite_maximum_are_marked(tmp_path: Path) -> None:
         assert torch.equal(made, ops.SAMPLE.reference(*given.values()))
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_as_often_as_they_are_likely(tmp_path: Path) -> None:
     """Numbers spread evenly meet every token in proportion, give or take one at each end of its share."""
     count = 50
