@@ -25,7 +25,7 @@ from deepinfer_compile.runtime.executor import ProgramRunner
 from deepinfer_compile.runtime.kernel_blocks import StepState
 
 SIZES = (16, 32, 64, 128, 256, 512)
-"""Numbers of tokens for which graphs are captured. Kernels of a larger step run longer than they take to launch."""
+"""Numbers of tokens for which graphs are captured."""
 FIXED = ("kept",)
 """All tokens: a step that keeps fewer of them is no small one."""
 NARROWEST, WIDER = 16, 4

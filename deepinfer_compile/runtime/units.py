@@ -9,6 +9,7 @@ other's messages and never for each other's steps.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -37,7 +38,7 @@ OFFER, GRANT, ROWS, TOKENS, CANCEL = "offer", "grant", "rows", "tokens", "cancel
 NOBODY = -1
 
 
-class UnitEngine(Engine):
+class UnitEngine(Engine, ABC):
     """What both engines do: look at what has come before each step, and wait for more where there is nothing to run."""
 
     _executor: UnitExecutor
@@ -61,8 +62,9 @@ class UnitEngine(Engine):
         if self._executor.attend(WAIT) == WAIT:
             self._read(self._mail.take(PAUSE_S))
 
+    @abstractmethod
     def _read(self, messages: list[Message]) -> None:
-        raise NotImplementedError
+        """Do what messages say."""
 
 
 class PromptEngine(UnitEngine):

@@ -48,7 +48,7 @@ def conversation(tokens: int, of: int = 0) -> list[int]:
 
 def other_end(whole: list[int]) -> list[int]:
     """The same conversation with other new tokens."""
-    return [*whole[:-NEW], *(token + 1 for token in whole[-NEW:])]
+    return [*whole[:-NEW], *(token ^ 1 for token in whole[-NEW:])]
 
 
 def settle(llm: Any) -> None:
