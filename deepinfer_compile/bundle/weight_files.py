@@ -54,7 +54,7 @@ class WeightFiles(Mapping[str, Tensor]):
         for name, item in self._constants.items():
             if item.of:
                 self._check_view(name, item)
-            elif self._main(name) not in self._place:
+            elif self.main(name) not in self._place:
                 self._check_derived(name, item)
 
     def _add_file(self, root: Path, file: str, manifest: Manifest) -> None:
@@ -82,16 +82,17 @@ class WeightFiles(Mapping[str, Tensor]):
         """A tensor that is not stored follows from the checkpoint, with the right dtype and shape."""
         if self._ledger is None or self._checkpoint is None:
             raise MissingWeight(tensor=name, where="the bundle does not store it and no checkpoint was given")
-        found = infer(self._ledger.recipe(self._main(name)), self._checkpoint)
+        found = infer(self._ledger.recipe(self.main(name)), self._checkpoint)
         if found != (torch_dtype(item.dtype), item.shape):
             raise WeightMismatch(tensor=name, expected=describe(item), found=describe_spec(found))
 
-    def _main(self, name: str) -> str:
+    def main(self, name: str) -> str:
+        """The name that stands for all names of one tensor."""
         return self._canonical.get(name, name)
 
     def __getitem__(self, name: str) -> Tensor:
         """Raises KeyError for an unknown name."""
-        main = self._main(name)
+        main = self.main(name)
         if main not in self._constants:
             raise KeyError(name)
         tensor = self._alive.get(main)
@@ -102,7 +103,7 @@ class WeightFiles(Mapping[str, Tensor]):
 
     def rows(self, name: str, rows: Sequence[int]) -> Tensor:
         """Those rows [len(rows), ...] of a tensor, in this order, zeros for -1. Raises KeyError for an unknown name."""
-        main = self._main(name)
+        main = self.main(name)
         if main in self._place and not self._constants[main].of:
             mapped, entry = self._place[main]
             return stored_rows(mapped, main, entry, rows)

@@ -10,8 +10,10 @@ attended by nobody and whose logits nobody reads.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -40,6 +42,20 @@ FIXED = ("rows", "query_start")
 """One token a request: the same in every step."""
 _IDLE = {"slot_": -1, "context_hint": 1}
 """What inputs hold where there is no request: 0 if they are not named here, and no page (-1) in block tables."""
+
+
+@contextmanager
+def captured(graph: Any, pool: Any) -> Iterator[None]:
+    """Capture what the block starts. Nothing is collected meanwhile, since to let go of another graph ends a capture;
+    what other threads do with the device does not."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def bucket_of(requests: int) -> int | None:
@@ -244,7 +260,7 @@ class DecodeGraphs:
         turns: deque[_Turn] = deque()
         for packed, drawn, following in zip(every, ids, (*every[1:], every[0])):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
+            with captured(graph, self.pool):
                 logits = self._step(packed, drawn, following)
             self.pool = self.pool or graph.pool()
             here = torch.empty(size, dtype=torch.int64, pin_memory=True)

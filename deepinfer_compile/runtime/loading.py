@@ -127,15 +127,18 @@ def open_executor(
     runners = _Runners(files, stored, variant, device)
     programs: dict[str, ProgramRunner] = {}
     held: dict[str, Tensor] = {}
-    copies: dict[tuple[Any, ...], Tensor] = {}
+    copies: dict[str, Tensor] = {}
     for name, data in programs_of(stored, unit).items():
         file = files.manifest.programs[name]["file"]
         for spec in data["weights"].values():
             if spec["tensor"] not in weights:
                 raise MissingWeight(tensor=spec["tensor"], where=file)
             if spec["tensor"] not in held:
-                part = part_of(weights, spec, spread)
-                held[spec["tensor"]] = _there(part, device, copies)
+                # by name: another tensor may come to lie where one lay that was made for its copy alone
+                main = spec["tensor"] if "experts" in spec else weights.main(spec["tensor"])
+                if main not in copies:
+                    copies[main] = part_of(weights, spec, spread).to(device)
+                held[spec["tensor"]] = copies[main]
         bound = {block: runners.get(digest, name) for block, digest in data["blocks"].items()}
         programs[name] = ProgramRunner(data, bound, held, file)
     model = files.manifest.model
@@ -154,16 +157,6 @@ def open_executor(
         identity_of(files, variant_text(files, target, native), checkpoint),
     )
     return executor, held
-
-
-def _there(tensor: Tensor, device: torch.device, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
-    """A weight on the device; names of one tensor share its copy."""
-    if device.type == "cpu":
-        return tensor
-    key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-    if key not in copies:
-        copies[key] = tensor.to(device)
-    return copies[key]
 
 
 class _Runners:

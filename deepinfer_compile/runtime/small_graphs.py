@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer_compile.runtime.batch import PAGE_SIZE
-from deepinfer_compile.runtime.cuda_graphs import DecodeGraphs, PackedInputs
+from deepinfer_compile.runtime.cuda_graphs import DecodeGraphs, PackedInputs, captured
 from deepinfer_compile.runtime.drawing import Draw
 from deepinfer_compile.runtime.executor import ProgramRunner
 from deepinfer_compile.runtime.kernel_blocks import StepState
@@ -81,7 +81,7 @@ class SmallGraphs:
             self.program.run(packed.inputs)  # loads what is loaded at the first use, outside the graph
         side.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with captured(graph, self.pool):
             logits = self.program.run(packed.inputs)
         self.pool = self.pool or graph.pool()
         return _Captured(graph, packed, logits)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import deepinfer_compile as dc
 from deepinfer_compile.capture.source import meta_model
 from deepinfer_compile.errors import BadOption
+from deepinfer_compile.runtime import loading
 from tests import models
 from tests.e2e.parity import bundle_tokens, eager_tokens, prompts
 
@@ -25,6 +26,16 @@ def test_weights_come_with_the_load(tmp_path: Path) -> None:
     llm: Any = dc.load(tmp_path / "bundle", checkpoint=tmp_path / "checkpoint", native=False)
     given = prompts(lengths=(5, 1, 17))
     assert bundle_tokens(llm, given, 6) == [eager_tokens(model, p, 6) for p in given]
+
+
+def test_weights_made_for_a_device_are_copied_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of a layer are stacked in memory that those of the next layer may get again."""
+    models.make("qwen3_moe").save_pretrained(tmp_path / "hf")
+    files = dc.build(str(tmp_path / "hf"), tmp_path / "bundle", weights="link", native=False)
+    monkeypatch.setattr(loading, "device_of", lambda variant: torch.device("meta"))
+    _, there = loading.open_executor(files, native=False, checkpoint=tmp_path / "hf")
+    mains = {files.weights(tmp_path / "hf").main(name) for name in there}
+    assert len({id(t) for t in there.values()}) == len(mains)
 
 
 def test_weights_that_are_nowhere_are_not_copied(tmp_path: Path) -> None:
