@@ -30,12 +30,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from deepinfer_compile.errors import BadOption
 from deepinfer_compile.runtime.disk_index import DiskIndex, Entry, Found
-from deepinfer_compile.runtime.page_rows import PageRows, checksum, rounded, unpack
+from deepinfer_compile.runtime.page_rows import PageRows, pack, rounded, unpack
 
 NAMES = re.compile(
     r"(?P<key>[0-9a-f]{32}/[0-9a-f]{64})\.(?P<group>[0-9]{1,4})(\.(?P<parent>[0-9a-f]{16}))?\.safetensors"
@@ -104,16 +103,19 @@ class DiskPages:
         entry = self._index.get(self._key(digest))
         return entry.sizes.get(group, 0) if entry is not None and entry.until > self.clock() else 0
 
-    def read(self, digest: bytes, group: int, until: float = 0.0) -> PageRows | None:
-        """The tensors of a page by name, on the host, and keep it until then; None, and no file any more, where it is
-        damaged or gone. Several threads may read at once, while nothing else happens here."""
+    def read(self, digest: bytes, group: int, into: Tensor | None = None) -> PageRows | None:
+        """The tensors of a page by name, on the host; None, and no file any more, where it is damaged or gone. Several
+        threads may read at once, while nothing else happens here; `touch` what was read.
+
+        into: u8, where the page is to lie, if it has as many bytes as `space` says.
+        """
         key = self._key(digest)
         entry = self._index.get(key)
         size = entry.sizes.get(group) if entry is not None else None
         if entry is None or size is None:
             return None
         try:
-            content, found = _content(f"{self.folder}/{_name(key, group, entry.parent)}", size)
+            content, found = _content(f"{self.folder}/{_name(key, group, entry.parent)}", size, into)
         except FileNotFoundError:
             with self._lock:
                 self._lose(key, group)
@@ -123,12 +125,10 @@ class DiskPages:
                 self._fail(error)
             return None
         rows = unpack(content, found, digest)
-        if rows is not None:
-            self.touch([digest], until)
-            return rows
-        with self._lock:
-            self.discard(digest, group)
-        return None
+        if rows is None:
+            with self._lock:
+                self.discard(digest, group)
+        return rows
 
     def write(
         self, digest: bytes, group: int, rows: Mapping[str, Tensor], parent: bytes = b"", until: float | None = None
@@ -147,8 +147,9 @@ class DiskPages:
             return
         try:
             self._make_home()
-            save_file(dict(rows), draft, {"sha256": checksum(digest, rows)})
-            size = draft.stat().st_size
+            content = pack(rows, digest)
+            draft.write_bytes(content)
+            size = len(content)
             if self._make_room(size - self._size(key, group), key, above):
                 entry = self._index.get(key)
                 self._date(draft, max(until, entry.until if entry is not None else 0.0))
@@ -312,14 +313,21 @@ def _name(key: str, group: int, parent: str) -> str:
     return f"{key}.{group}{'.' if parent else ''}{parent[33:49]}.safetensors"
 
 
-def _content(path: str, size: int) -> tuple[Tensor, int]:
+def space(size: int) -> int:
+    """Bytes of memory into which a file of so many bytes is read. One more, to see that there are no more."""
+    return rounded(size + 1)
+
+
+def _content(path: str, size: int, into: Tensor | None) -> tuple[Tensor, int]:
     """A buffer that begins with the bytes of a file, u8, and how many, one more than `size` at most. Not mapped: a disk
     that fails would end the process."""
-    content = torch.empty(rounded(size + 1), dtype=torch.uint8)
+    fits = into is not None and into.nbytes == space(size)
+    content = into if into is not None and fits else torch.empty(space(size), dtype=torch.uint8)
     count, view = 0, memoryview(content.numpy().data)[: size + 1]
     file = os.open(path, os.O_RDONLY)
     try:
-        while count <= size and (more := os.readv(file, [view[count:]])):
+        # a file as long as it should be is whole: what it holds is checked, and each call costs other threads time
+        while count != size and count <= size and (more := os.readv(file, [view[count:]])):
             count += more
     finally:
         os.close(file)

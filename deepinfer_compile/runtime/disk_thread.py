@@ -13,6 +13,7 @@ limited time for what is queued.
 from __future__ import annotations
 
 import atexit
+import mmap
 import queue
 import threading
 import time
@@ -20,18 +21,20 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from deepinfer_compile.runtime.disk import DiskPages
+from deepinfer_compile.runtime.disk import DiskPages, space
 from deepinfer_compile.runtime.page_rows import PageRows
 
 QUEUED = 1 << 30
 """Bytes that may wait to be written; the page that crosses this is the last one taken."""
 EXIT_SECONDS = 5.0
 """How long the interpreter's exit waits for what is queued."""
-READERS = 4
+READERS = 8
 """Threads that read the pages of a request, most of whose time is the system's and the checksum's."""
 FEW = 16
 """Pages for which another thread is not worth its start."""
@@ -48,20 +51,22 @@ Job = Callable[[], None]
 class Reading:
     """Pages on their way from disk.
 
-    size: bytes of their files, as planned. began: when it was ordered. rows: what came, by page. seconds: until the
-    last page. dropped: nobody waits for the rest. heard: when the last page came.
+    sizes: bytes of their files, as planned. began: when it was ordered. rows: what came, by page. read: what came from
+    files. seconds: until the last page. dropped: nobody waits for the rest. heard: when the last page came.
     """
 
     pages: Sequence[Page]
-    size: int
+    sizes: Sequence[int]
     began: float
     rows: dict[Page, PageRows] = field(default_factory=dict)
+    read: list[Page] = field(default_factory=list)
     done: bool = False
     dropped: bool = False
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.heard = self.began
+        self.size = sum(self.sizes)
 
 
 class DiskThread:
@@ -129,7 +134,7 @@ class DiskThread:
 
     def read(self, pages: Sequence[Page], until: float) -> Reading:
         """Begin to read pages, which are kept until then if not longer."""
-        reading = Reading(pages, sum(self._disk.size_of(*page) for page in pages), time.perf_counter())
+        reading = Reading(pages, [self._disk.size_of(*page) for page in pages], time.perf_counter())
         if self.off or not pages:
             reading.done = True
             return reading
@@ -299,8 +304,8 @@ class DiskThread:
 
     def _read(self, reading: Reading, until: float) -> None:
         """Read pages with several threads, which end before this does. Raises what went wrong in the first of them."""
-        left, faults = iter(list(reading.pages)), list[BaseException]()
-        given = reading, left, faults, until
+        left, faults = iter(_places(reading)), list[BaseException]()
+        given = reading, left, faults
         helpers = [
             threading.Thread(target=self._read_pages, args=given, name="reads for the prefix cache", daemon=True)
             for _ in range(min(READERS - 1, len(reading.pages) // FEW))
@@ -315,30 +320,44 @@ class DiskThread:
             reading.seconds = time.perf_counter() - reading.began
             reading.done = True
             self._news.put(None)
+        self._disk.touch(list(dict.fromkeys(page[0] for page in reading.read)), until)
         if faults:
             raise faults[0]
 
-    def _read_pages(self, reading: Reading, left: Iterator[Page], faults: list[BaseException], until: float) -> None:
+    def _read_pages(self, reading: Reading, left: Iterator[tuple[Page, Tensor]], faults: list[BaseException]) -> None:
         """Read what is left, which several threads share, until one of them fails."""
         try:
-            for page in left:
+            for page, place in left:
                 if reading.dropped or self.off or faults or self._disk.failures:
                     return
-                self._read_page(reading, page, until)
+                self._read_page(reading, page, place)
                 reading.heard = time.perf_counter()
         except BaseException as error:
             faults.append(error)
 
-    def _read_page(self, reading: Reading, page: Page, until: float) -> None:
+    def _read_page(self, reading: Reading, page: Page, place: Tensor) -> None:
         with self._lock:
             waiting, gone = self._waiting.get(page), page[0] in self._gone
         if waiting is not None:
             rows: PageRows | None = PageRows.of(waiting)
         else:
-            rows = None if gone else self._disk.read(*page, until)
+            rows = None if gone else self._disk.read(*page, place)
+            if rows is not None:
+                reading.read.append(page)
         with self._lock:
             if rows is not None and page[0] not in self._gone:
                 reading.rows[page] = rows
+
+
+def _places(reading: Reading) -> list[tuple[Page, Tensor]]:
+    """Memory for each page, one behind the other, so that pages of one size go on in few copies."""
+    sizes = [space(size) for size in reading.sizes]
+    memory = mmap.mmap(-1, sum(sizes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without; in small pages, to get memory takes as long as to read into it
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return list(zip(reading.pages, whole.split(sizes), strict=True))
 
 
 _LIVE: weakref.WeakSet[DiskThread] = weakref.WeakSet()

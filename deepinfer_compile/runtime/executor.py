@@ -21,10 +21,11 @@ from deepinfer_compile.runtime.batch import CacheGroup, Flight, StepInput
 from deepinfer_compile.runtime.drawing import Draw, Numbers
 from deepinfer_compile.runtime.kept import in_prompt, kept_inputs
 from deepinfer_compile.runtime.kernel_blocks import StepState
-from deepinfer_compile.runtime.page_rows import Form, PageRows
+from deepinfer_compile.runtime.page_rows import Form, PageRows, in_one
 
 STAGING = 8 << 20
-"""Bytes of pages that are copied into the caches together, about; they take as much room on the device."""
+"""Bytes of pages that are copied into the caches together, about; so many go to the device while the next are brought
+together."""
 Runner = Callable[[list[Any]], Sequence[Any]]
 """Takes a block's inputs in order, gives its outputs in order."""
 
@@ -173,7 +174,6 @@ class BundleExecutor:
         self.reads_hint = any("context_hint" in program.place for program in programs.values())
         self.groups = tuple(self._group(g, window) for g, window in enumerate(windows))
         self.allocated: dict[str, Tensor] = {}
-        self._staging: Tensor | None = None
 
     def _group(self, index: int, window: int) -> CacheGroup:
         caches = next(iter(self.programs.values())).caches
@@ -236,18 +236,17 @@ class BundleExecutor:
 
     def _write(self, caches: Mapping[str, Tensor], form: Form, pages: Sequence[int], contents: list[Tensor]) -> None:
         """Put pages of one form into caches: a copy to the device, and one for each cache."""
-        count, size = len(contents), contents[0].nbytes
-        if self._staging is None or self._staging.nbytes < count * size:
-            pinned = self.device.type == "cuda"
-            self._staging = torch.empty(max(STAGING, count * size), dtype=torch.uint8, pin_memory=pinned)
-        staged = torch.stack(contents, out=self._staging[: count * size].view(count, size)).to(self.device)
-        places = torch.tensor(pages, device=self.device)
+        staged, places = self._there(in_one(contents)), self._there(torch.tensor(pages))
         for one in form.places:
             # of the widest type that fits, since copies go by elements
             aligned = one.start % 8 == (one.end - one.start) % 8 == 0
             unit = torch.int64 if aligned else torch.uint8
             bytes_ = caches[one.name].view(len(caches[one.name]), -1).view(torch.uint8)
             bytes_.view(unit).index_copy_(0, places, staged[:, one.start : one.end].view(unit))
+
+    def _there(self, held: Tensor) -> Tensor:
+        """A copy on the device that nothing waits for, by way of memory from which the device copies by itself."""
+        return held.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else held
 
     def choose(self, tokens: int, requests: int) -> str:
         """decode: one token a request. verify: few. prefill: more than the crossover between the attention forms."""

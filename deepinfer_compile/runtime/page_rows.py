@@ -11,11 +11,12 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from deepinfer_compile.bundle.safetensors_io import FILE_DTYPES, parse_header
@@ -68,11 +69,6 @@ class Form:
         """Bytes of the tensors."""
         return sum(one.end - one.start for one in self.places)
 
-    @cached_property
-    def titles(self) -> list[tuple[bytes, int, int]]:
-        """What a checksum reads before each tensor, and where that is."""
-        return [(_title(one.name, one.dtype, one.shape), one.start, one.end) for one in self.places]
-
 
 @dataclass(frozen=True)
 class PageRows(Mapping[str, Tensor]):
@@ -108,37 +104,55 @@ class PageRows(Mapping[str, Tensor]):
         return made
 
 
+def in_one(contents: Sequence[Tensor]) -> Tensor:
+    """Contents of one size as the rows of a tensor, which is a view where they lie one behind the other."""
+    first, size = contents[0], contents[0].nbytes
+    memory, start = first.untyped_storage().data_ptr(), first.data_ptr()
+    lies = all(
+        (one.nbytes, one.untyped_storage().data_ptr(), one.data_ptr()) == (size, memory, start + i * size)
+        for i, one in enumerate(contents)
+    )
+    return first.as_strided((len(contents), size), (size, 1)) if lies else torch.stack(list(contents))
+
+
 def rounded(size: int) -> int:
     """The next multiple of ALIGN."""
     return -(-size // ALIGN) * ALIGN
 
 
+def pack(rows: Mapping[str, Tensor], digest: bytes) -> bytearray:
+    """The file of a page: safetensors, and in its metadata a checksum of the page's name and of the file itself, in
+    which the checksum is blank."""
+    content = bytearray(save(dict(rows), {"sha256": _BLANK.decode()}))
+    found = _SUM.search(content, 0, _head(content))
+    assert found is not None
+    content[slice(*found.span(1))] = _checksum(digest, content)
+    return content
+
+
 def unpack(content: Tensor, size: int, digest: bytes) -> PageRows | None:
     """What the first `size` bytes of a buffer hold, the file of a page; None where it is damaged, or another page's."""
-    view = memoryview(content.numpy().data)
-    head = bytes(view[: min(size, 8 + int.from_bytes(view[:8], "little"))]) if size >= 8 else b""
+    view = memoryview(content.numpy().data)[:size]
+    head = bytes(view[: _head(view)])
     found = _SUM.search(head)
     if found is None:
         return None
     start, end = found.span(1)
-    form = _form(head[:start] + _BLANK + head[end:], size)
-    if form is None:
-        return None
-    sum_ = hashlib.sha256(digest)
-    for title, first, last in form.titles:
-        sum_.update(title)
-        sum_.update(view[first:last])
-    return PageRows(form, content) if sum_.hexdigest().encode() == found[1] else None
+    blank = head[:start] + _BLANK + head[end:]
+    form = _form(blank, size)
+    return PageRows(form, content) if form and _checksum(digest, blank, view[len(head) :]) == found[1] else None
 
 
-def checksum(digest: bytes, rows: Mapping[str, Tensor]) -> str:
-    """Of a page's name and its contiguous tensors: names, types, shapes and bytes."""
+def _head(content: Sequence[int]) -> int:
+    """Where the tensors of a file begin."""
+    return min(len(content), 8 + int.from_bytes(bytes(content[:8]), "little"))
+
+
+def _checksum(digest: bytes, *parts: bytes | bytearray | memoryview) -> bytes:
     sum_ = hashlib.sha256(digest)
-    for name in sorted(rows):
-        held = rows[name]
-        sum_.update(_title(name, held.dtype, tuple(held.shape)))
-        sum_.update(held.reshape(-1).view(torch.uint8).numpy().data)
-    return sum_.hexdigest()
+    for part in parts:
+        sum_.update(part)
+    return sum_.hexdigest().encode()
 
 
 @lru_cache(maxsize=64)
@@ -157,7 +171,3 @@ def _form(head: bytes, size: int) -> Form | None:
             return None
         places.append(Place(name, dtype, one.shape, one.start, one.end))
     return Form(tuple(places))
-
-
-def _title(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    return f"{name} {dtype} {list(shape)}\n".encode()

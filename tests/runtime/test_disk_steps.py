@@ -236,7 +236,7 @@ def test_a_disk_that_fails_is_left_with_one_warning_and_requests_go_on(way, slow
     if way == "read":
         monkeypatch.setattr("deepinfer_compile.runtime.disk._content", fail)
     else:
-        monkeypatch.setattr("deepinfer_compile.runtime.disk.save_file", fail)
+        monkeypatch.setattr("pathlib.Path.write_bytes", fail)
     first, second = target.make("a", ids(200), GREEDY), target.make("b", ids(150, 1), GREEDY)
     target.add(first)
     target.add(second)

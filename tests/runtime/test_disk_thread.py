@@ -11,6 +11,7 @@ import torch
 
 from deepinfer_compile.runtime.disk import DiskPages
 from deepinfer_compile.runtime.disk_thread import FEW, READERS, DiskThread
+from deepinfer_compile.runtime.page_rows import in_one
 from tests.runtime.conftest import Slow
 
 NAME, LATER = b"n" * 32, 1e11
@@ -103,6 +104,9 @@ def test_several_threads_read_many_pages(tmp_path):
     assert HELPER in work._disk.names
     for i, page in enumerate(pages):
         assert torch.equal(reading.rows[page]["a"], rows(i)["a"])
+    contents = [reading.rows[page].content for page in pages]
+    assert in_one(contents).data_ptr() == contents[0].data_ptr()
+    assert torch.equal(in_one(contents), torch.stack(contents))
     work._disk.meeting = threading.Barrier(1)
     few = work.read(pages[: FEW - 1], 0.0)
     ended(work, few)
