@@ -52,7 +52,7 @@ class DiskPages:
     identity: of everything beside the tokens that decides a page's contents. longest: seconds that any page is kept
     after its last use. spans: per cache group, how many pages before the one that is computed next must be there, None
     for all of them. clock: seconds since 1970.
-    damaged: files that could not be used. failures: pages that could not be read, written or deleted; error: the last
+    undated: what `date` has to do. damaged: files that could not be used. failures: pages that could not be read, written or deleted; error: the last
     of them in words. evictions, expired: pages deleted for their place, and for their time.
     Raises BadOption for a folder that cannot be made or read.
     """
@@ -73,6 +73,7 @@ class DiskPages:
         self.error = ""
         self._index = DiskIndex()
         self._lock = threading.Lock()
+        self.undated: dict[str, float] = {}
         self.adopt(identity)
         try:
             self._scan()
@@ -160,18 +161,27 @@ class DiskPages:
         with suppress(OSError):  # renamed, or never made
             draft.unlink()
 
-    def touch(self, digests: Sequence[bytes], until: float) -> None:
-        """Pages are used now, and kept until then if not longer. Those that are not there are left out."""
+    def touch(self, digests: Sequence[bytes], until: float, *, dated: bool = True) -> None:
+        """Pages are used now, and kept until then if not longer. Those that are not there are left out.
+
+        dated: tell other processes now, through the times of files, and not only with the next call of `date`.
+        """
         for digest in digests:
             key = self._key(digest)
             with self._lock:
-                entry = self._index.get(key)
-                if entry is None:
-                    continue
-                kept = self._index.touch(key, until)
-            for group in list(entry.sizes):
-                with suppress(OSError):  # times are for other processes, which then delete it earlier
-                    self._date(self.folder / _name(key, group, entry.parent), kept)
+                if key in self._index:
+                    self.undated[key] = self._index.touch(key, until)
+        if dated:
+            self.date()
+
+    def date(self) -> None:
+        """Tell other processes what was used; where they do not hear of it, they delete it earlier."""
+        while self.undated:
+            key, kept = self.undated.popitem()
+            entry = self._index.get(key)
+            for group in list(entry.sizes) if entry is not None else ():
+                with suppress(OSError):
+                    self._date(self.folder / _name(key, group, entry.parent if entry else ""), kept)
 
     def expire(self) -> float:
         """Delete what is kept no more; the seconds until there may be more of it."""

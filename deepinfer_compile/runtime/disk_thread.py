@@ -34,7 +34,7 @@ QUEUED = 1 << 30
 """Bytes that may wait to be written; the page that crosses this is the last one taken."""
 EXIT_SECONDS = 5.0
 """How long the interpreter's exit waits for what is queued."""
-READERS = 8
+READERS = 4
 """Threads that read the pages of a request, most of whose time is the system's and the checksum's."""
 FEW = 16
 """Pages for which another thread is not worth its start."""
@@ -178,6 +178,7 @@ class DiskThread:
 
         def act() -> None:
             try:
+                self._disk.date()
                 action()
             finally:
                 done.set()
@@ -274,9 +275,11 @@ class DiskThread:
             try:
                 self._tokens.get(timeout=self._pause())
             except queue.Empty:
+                self._disk.date()
                 continue
             job = self._reads.popleft() if self._reads else self._jobs.popleft()
             if job is None:
+                self._disk.date()
                 return
             try:
                 job()
@@ -288,7 +291,7 @@ class DiskThread:
     def _pause(self) -> float:
         """Delete what is kept no more; how long to wait for a job before there may be more of it."""
         left = self._disk.expire() if not self.off else HOUR
-        return min(max(left, 1.0), HOUR)
+        return min(max(left, 1.0), HOUR if not self._disk.undated else 1.0)
 
     def _write(self, page: Page, rows: Mapping[str, Tensor], size: int, parent: bytes, until: float) -> None:
         try:
@@ -320,7 +323,8 @@ class DiskThread:
             reading.seconds = time.perf_counter() - reading.began
             reading.done = True
             self._news.put(None)
-        self._disk.touch(list(dict.fromkeys(page[0] for page in reading.read)), until)
+        # files get their times when nobody waits: that takes a third of the time that reading them does
+        self._disk.touch(list(dict.fromkeys(page[0] for page in reading.read)), until, dated=False)
         if faults:
             raise faults[0]
 
@@ -336,8 +340,7 @@ class DiskThread:
             faults.append(error)
 
     def _read_page(self, reading: Reading, page: Page, place: Tensor) -> None:
-        with self._lock:
-            waiting, gone = self._waiting.get(page), page[0] in self._gone
+        waiting, gone = self._waiting.get(page), page[0] in self._gone
         if waiting is not None:
             rows: PageRows | None = PageRows.of(waiting)
         else:

@@ -131,16 +131,19 @@ def pack(rows: Mapping[str, Tensor], digest: bytes) -> bytearray:
 
 
 def unpack(content: Tensor, size: int, digest: bytes) -> PageRows | None:
-    """What the first `size` bytes of a buffer hold, the file of a page; None where it is damaged, or another page's."""
+    """What the first `size` bytes of a buffer hold, the file of a page; None where it is damaged, or another page's.
+
+    The checksum in the buffer is blank afterwards.
+    """
     view = memoryview(content.numpy().data)[:size]
-    head = bytes(view[: _head(view)])
-    found = _SUM.search(head)
+    length = _head(view)
+    found = _SUM.search(bytes(view[:length]))
     if found is None:
         return None
     start, end = found.span(1)
-    blank = head[:start] + _BLANK + head[end:]
-    form = _form(blank, size)
-    return PageRows(form, content) if form and _checksum(digest, blank, view[len(head) :]) == found[1] else None
+    view[start:end] = _BLANK
+    form = _form(bytes(view[:length]), size)
+    return PageRows(form, content) if form and _checksum(digest, view) == found[1] else None
 
 
 def _head(content: Sequence[int]) -> int:
@@ -148,10 +151,10 @@ def _head(content: Sequence[int]) -> int:
     return min(len(content), 8 + int.from_bytes(bytes(content[:8]), "little"))
 
 
-def _checksum(digest: bytes, *parts: bytes | bytearray | memoryview) -> bytes:
+def _checksum(digest: bytes, content: bytearray | memoryview) -> bytes:
+    """In one call, since other threads take their turn in each."""
     sum_ = hashlib.sha256(digest)
-    for part in parts:
-        sum_.update(part)
+    sum_.update(content)
     return sum_.hexdigest().encode()
 
 
