@@ -2,7 +2,10 @@
 
 The causal encoder-decoder of `gpu_ced` with 8 experts, in a bundle that keeps the last rows of prompts. Each
 conversation has so many tokens, of which the last 32 are new. Small steps run as graphs, which are captured when one of
-their size comes for the first time; that time is shown once, apart.
+their size comes for the first time; that time is shown once, apart. What chooses rows looks at every index key, so its
+share, which grows with the conversation, is shown beside the rest of what the device does.
+
+BENCH_DISK names a folder on the disk to measure; without it rows lie where temporary files do.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from tests.bench.gpu_rows import Rows
 
 LENGTHS = (1024, 8192, 65536, 262144)
 ROOM, EXPERTS = 262144 + 256, 8
+CHOOSING = ("score", "choose")
+"""Kernels of `select_rows`."""
 
 
 def build(out: Path, targets: list[str]) -> Path:
@@ -46,9 +51,9 @@ def conversation(tokens: int, of: int = 0) -> list[int]:
     return [(tokens + of) % 30000, *found[1:]]
 
 
-def other_end(whole: list[int]) -> list[int]:
+def other_end(whole: list[int], way: int = 1) -> list[int]:
     """The same conversation with other new tokens."""
-    return [*whole[:-NEW], *(token ^ 1 for token in whole[-NEW:])]
+    return [*whole[:-NEW], *(token ^ way for token in whole[-NEW:])]
 
 
 def settle(llm: Any) -> None:
@@ -60,32 +65,44 @@ def settle(llm: Any) -> None:
 
 def resume(rows: Rows) -> None:
     """Microseconds to the first token. BENCH_CED names a folder with a bundle built elsewhere."""
-    with tempfile.TemporaryDirectory() as name:
-        root, given = Path(name), os.environ.get("BENCH_CED")
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DISK")) as disk:
+        root, kept, given = Path(name), Path(disk), os.environ.get("BENCH_CED")
         bundle = Path(given) / "resume.bundle" if given else build(root / "resume.bundle", [target()])
         (root / "weights").mkdir()
         gpu_ced.save_weights(root / "weights", "cuda", n_routed_experts=EXPERTS)
-        llm = load(bundle, root / "weights", root / "rows")
+        llm = load(bundle, root / "weights", kept)
         for tokens in LENGTHS:
             whole = conversation(tokens)
             add(rows, tokens, "computed", ask(llm, whole[:-NEW]), "")
             settle(llm)
             add(rows, tokens, "memory, first of its size", ask(llm, whole), "")
-            add(rows, tokens, "memory", ask(llm, other_end(whole)), "")
+            add(rows, tokens, "memory", ask(llm, other_end(whole)), "", device(llm, other_end(whole, 2)))
         llm.close()
         del llm
         torch.cuda.empty_cache()
-        llm = load(bundle, root / "weights", root / "rows")
+        llm = load(bundle, root / "weights", kept)
         for tokens in LENGTHS:
             warm = conversation(tokens, of=1)
             ask(llm, warm[:-NEW])
             ask(llm, warm)
         settle(llm)
-        leave_memory(root / "rows")
-        link = rate(root / "rows")
-        leave_memory(root / "rows")
+        leave_memory(kept)
+        link = rate(kept)
+        leave_memory(kept)
         for tokens in LENGTHS:
             add(rows, tokens, "disk", ask(llm, conversation(tokens)), f", where plain reading of all files has {link}")
+
+
+def device(llm: Any, prompt: list[int]) -> str:
+    """What the device does for a first token, with what chooses rows apart."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        ask(llm, prompt)
+        torch.cuda.synchronize()
+    kernels = [event for event in seen.events() if event.device_type.name == "CUDA"]
+    choosing = sum(event.device_time_total for event in kernels if event.name in CHOOSING) / 1e3
+    return f", of which kernels {sum(e.device_time_total for e in kernels) / 1e3:.1f}, {choosing:.1f} to choose rows"
 
 
 def rate(folder: Path) -> str:
@@ -103,11 +120,11 @@ def rate(folder: Path) -> str:
     return f"{read / 2**20:.0f} MiB/s, a copy to the device {here.nbytes / (time.perf_counter() - begin) / 2**20:.0f}"
 
 
-def add(rows: Rows, tokens: int, who: str, one: Any, link: str) -> None:
+def add(rows: Rows, tokens: int, who: str, one: Any, link: str, more: str = "") -> None:
     speed = f" at {one.disk_bytes / one.transfer / 2**20:.0f} MiB/s{link}" if one.disk_bytes and one.transfer else ""
     note = (
         f"found {one.ram_rows + one.disk_rows}, recomputed {one.recomputed_rows}, {one.disk_bytes / 2**20:.1f} MiB"
         f" read{speed}; ms: queued {one.queued * 1e3:.1f}, index {one.index * 1e3:.1f},"
-        f" transfer {one.transfer * 1e3:.1f}, recompute {one.recompute * 1e3:.1f}"
+        f" transfer {one.transfer * 1e3:.1f}, recompute {one.recompute * 1e3:.1f}{more}"
     )
     rows.add(f"resume {tokens}", f"ours, {who}", one.first_token * 1e6, note=note)
