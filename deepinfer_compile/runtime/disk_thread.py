@@ -34,7 +34,7 @@ QUEUED = 1 << 30
 """Bytes that may wait to be written; the page that crosses this is the last one taken."""
 EXIT_SECONDS = 5.0
 """How long the interpreter's exit waits for what is queued."""
-READERS = 4
+READERS = 8
 """Threads that read the pages of a request, most of whose time is the system's and the checksum's."""
 FEW = 16
 """Pages for which another thread is not worth its start."""
