@@ -74,8 +74,8 @@ class Config:
     """block_m: rows of a tile of attend. block_n: keys read at a time. pieces: parts of the context, a power of two.
     block_t: tokens of a tile of absorb and project, 1 for a single one, whose pieces are joined where it is projected;
     absorb_n and project_n their columns, project_k its step. pdl: absorb reads its weights before the launch before has
-    ended, and what follows the last launch may do so too; attend, merge and finish have nothing to read by then, and
-    to start them early made them 4 us slower."""
+    ended, and what follows the last launch may do so too; merge is there when attend ends. attend and finish have
+    nothing to read by then, and to start them early made them 4 us slower."""
 
     block_m: int
     block_n: int
@@ -225,7 +225,7 @@ def _fitting(params: Params, limits: Limits, block_m: int, programs: int, tokens
     for block_n, stages, warps in product((64, 32, 16), (2, 1), (8, 4, 2, 1)):
         if warps == 8 and block_m < 64:
             continue
-        config = Config(block_m, block_n, 1, warps, stages, **sides, pdl=limits.pdl and tokens == 1)
+        config = Config(block_m, block_n, 1, warps, stages, **sides, pdl=limits.pdl and not params.tiled)
         if _is_legal(params, config, limits):
             if params.tiled:
                 return config
@@ -243,7 +243,7 @@ def space(params: Params, limits: Limits) -> Iterator[Config]:
     parts = (1,) if params.tiled else (1, 2, 4, 8, 16, 32)
     for m, n, pieces, warps, stages in product(tiles, (16, 32, 64, 128), parts, (1, 2, 4, 8), (1, 2, 3)):
         for side in sides:
-            config = Config(m, n, pieces, warps, stages, **side, pdl=limits.pdl and side["block_t"] == 1)
+            config = Config(m, n, pieces, warps, stages, **side, pdl=limits.pdl and not params.tiled)
             if _is_legal(params, config, limits):
                 yield config
 

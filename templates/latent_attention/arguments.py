@@ -53,7 +53,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     tiles: Expr = ("cdiv", tokens, max(LEAST, config.block_t))
     columns = params.heads * -(-params.latent // config.absorb_n)
     grid: Expr = ("mul", tiles, columns)
-    side = {"num_warps": config.side_warps}
+    side, early = {"num_warps": config.side_warps}, {EARLY: 1} if config.pdl else {}
     parts: Expr = ("cdiv", tokens, params.queries) if params.tiled else config.pieces
     scratch = [Buffer("queries", name, (tokens, params.heads, params.latent))]
     if params.mask == "bool":
@@ -69,7 +69,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         slot = [pointer("slot", torch.int64, 1)] if params.page else []
         joined = (*_parts(config, params), *slot, pointer("mid", params.dtype))
         merged = -(-params.latent // max(64, MERGED // config.pieces))
-        ends = [Launch("merge", (tokens, params.heads, merged), joined, side)]
+        ends = [Launch("merge", (tokens, params.heads, merged), joined, {"num_warps": 1, **early})]
     rows = -(-params.heads * params.queries // config.block_m)
     main = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     out = Buffer("out", name, (tokens, params.heads, params.value))
@@ -83,7 +83,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         (out,),
         tuple(scratch),
         (
-            Launch("absorb", (grid,), _absorb_arguments(params), {**side, EARLY: 1} if config.pdl else side),
+            Launch("absorb", (grid,), _absorb_arguments(params), {**side, **early}),
             Launch("attend", (rows, requests, parts), _attend_arguments(params, config), main),
             *ends,
         ),

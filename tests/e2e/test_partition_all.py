@@ -42,12 +42,12 @@ def test_deepseek(ranks: int, more: int, tmp_path: Path) -> None:
 
 
 def one_sided(bias: float) -> Any:
-    """DeepSeek-V3's form; with a large bias all tokens go to the experts of the first rank."""
+    """DeepSeek-V3's form; with a large bias all tokens go to the experts of the last rank."""
     model = models.make("deepseek_v3")
     with torch.no_grad():
         for name, held in model.named_buffers():
             if "e_score_correction_bias" in name:
-                held[:4] += bias
+                held[-4:] += bias
     return model
 
 
