@@ -24,7 +24,7 @@ from deepinfer_compile.runtime.outputs import RequestOutput
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.prompts import Prompt
 from deepinfer_compile.runtime.roles import DECODE
-from deepinfer_compile.runtime.spread import Spread, SpreadExecutor
+from deepinfer_compile.runtime.spread import Spread, SpreadEngine, SpreadExecutor
 from deepinfer_compile.runtime.stops import TextCodec
 from deepinfer_compile.runtime.unit import UnitExecutor
 from deepinfer_compile.runtime.units import unit_engine
@@ -58,6 +58,8 @@ class BundleLLM(LLM):
     ) -> Engine:
         if isinstance(executor, UnitExecutor):
             return unit_engine(executor, options, eos_token_ids, text)
+        if isinstance(executor, SpreadExecutor):
+            return SpreadEngine(executor, options, eos_token_ids=eos_token_ids)
         return super()._engine(executor, options, eos_token_ids, text)
 
     @property

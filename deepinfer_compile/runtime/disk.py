@@ -52,8 +52,9 @@ class DiskPages:
     identity: of everything beside the tokens that decides a page's contents. longest: seconds that any page is kept
     after its last use. spans: per cache group, how many pages before the one that is computed next must be there, None
     for all of them. clock: seconds since 1970.
-    undated: what `date` has to do. damaged: files that could not be used. failures: pages that could not be read, written or deleted; error: the last
-    of them in words. evictions, expired: pages deleted for their place, and for their time.
+    undated: what `date` has to do. damaged: files that could not be used. failures: pages that could not be read,
+    written or deleted; error: the last of them in words. evictions, expired: pages deleted for their place, and for
+    their time.
     Raises BadOption for a folder that cannot be made or read.
     """
 

@@ -205,14 +205,14 @@ class Engine:
         """A request has got a seat, and its first step there comes."""
         self._sampler.join(request)
 
-    def _rest(self) -> None:
+    def _rest(self, seconds: float = 1.0) -> None:
         """Where all requests wait for pages from disk, wait for one to come, or for a note from another thread."""
         if self._disk is None or not self._disk.reading:
             return
         self._resting = True
         try:
             if not (self._arrived or self._cancelled or self._outdated):
-                self._disk.work.wait(1.0)
+                self._disk.work.wait(seconds)
         finally:
             self._resting = False
 

@@ -19,6 +19,7 @@ from deepinfer_compile.errors import BadOption, BadRequest
 from deepinfer_compile.ops.parallel import joined
 from deepinfer_compile.runtime.batch import Flight, GroupMeta, StepInput
 from deepinfer_compile.runtime.drawing import Numbers
+from deepinfer_compile.runtime.engine import Engine
 from deepinfer_compile.runtime.executor import BundleExecutor
 from deepinfer_compile.runtime.ranks import IDLE, WAIT, Ranks
 from deepinfer_compile.runtime.tally import Tally
@@ -177,6 +178,17 @@ class SpreadExecutor(BundleExecutor):
         return logits
 
 
+class SpreadEngine(Engine):
+    """The engine of one rank. While its requests wait for pages from disk, it takes part in the steps of others."""
+
+    _executor: SpreadExecutor
+
+    def _rest(self, seconds: float = PAUSE_S) -> None:
+        disk = self._disk
+        if disk is not None and disk.reading and self._executor.attend(WAIT) == WAIT:
+            super()._rest(seconds)
+
+
 _ZERO = torch.zeros(1, dtype=torch.int64)
 
 
@@ -188,4 +200,4 @@ def _nothing(groups: int) -> StepInput:
     return StepInput(_ZERO, _ZERO, _ZERO, starts, none, torch.ones(1, dtype=torch.int64), (meta,) * groups)
 
 
-__all__ = ["PAUSE_S", "Spread", "SpreadExecutor"]
+__all__ = ["PAUSE_S", "Spread", "SpreadEngine", "SpreadExecutor"]

@@ -58,9 +58,9 @@ class UnitEngine(Engine, ABC):
         if not self._executor.ranks.lost:
             self._read(self._mail.take())
 
-    def _rest(self) -> None:
+    def _rest(self, seconds: float = PAUSE_S) -> None:
         if self._executor.attend(WAIT) == WAIT:
-            self._read(self._mail.take(PAUSE_S))
+            self._read(self._mail.take(seconds))
 
     @abstractmethod
     def _read(self, messages: list[Message]) -> None:
