@@ -323,7 +323,7 @@ class DiskThread:
             reading.seconds = time.perf_counter() - reading.began
             reading.done = True
             self._news.put(None)
-        # files get their times when nobody waits: that takes a third of the time that reading them does
+        # files get their times when nobody waits
         self._disk.touch(list(dict.fromkeys(page[0] for page in reading.read)), until, dated=False)
         if faults:
             raise faults[0]
@@ -357,7 +357,7 @@ def _places(reading: Reading) -> list[tuple[Page, Tensor]]:
     sizes = [space(size) for size in reading.sizes]
     memory = mmap.mmap(-1, sum(sizes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without; in small pages, to get memory takes as long as to read into it
+        with suppress(OSError):  # a kernel without: then memory comes in small pages, which takes longer
             memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     return list(zip(reading.pages, whole.split(sizes), strict=True))
