@@ -1,8 +1,9 @@
 """Run a kernel in Triton's CPU interpreter, by its launch plan, on poisoned memory.
 
 Import this only in a process that was started with TRITON_INTERPRET=1 (tests/templates/test_interpreted.py does that).
-The interpreter is mended in three places: bf16 matrix products multiply raw bit patterns, casts to bf16 truncate, and
-Triton 3.6 cannot index with a scalar under NumPy 2.4 and newer.
+The interpreter is mended in four places: bf16 matrix products multiply raw bit patterns, casts to bf16 truncate,
+Triton 3.6 cannot index with a scalar under NumPy 2.4 and newer, and every call of a device function replaces the whole
+language once more, which took more than half of the time.
 """
 
 from __future__ import annotations
@@ -80,6 +81,26 @@ def _mend_index() -> None:
     interpreter._patch_lang_tensor = patch
 
 
+def _mend_replacing() -> None:
+    """A launch replaces the language for its kernel; functions called within, once for each module they are from."""
+    old, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    seen: set[int] = set()
+
+    def patch(fn: Any) -> Any:
+        known = id(fn.__globals__)
+        if known in seen:
+            return None
+        seen.add(known)
+        return old(fn)
+
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        seen.clear()
+        return launch(self, *given, **named)
+
+    interpreter._patch_lang = patch
+    interpreter.GridExecutor.__call__ = call
+
+
 def _no_early_starts() -> None:
     """Here a launch has ended when the next one starts."""
     for name in ("gdc_wait", "gdc_launch_dependents"):
@@ -89,6 +110,7 @@ def _no_early_starts() -> None:
 _mend_dot()
 _mend_cast()
 _mend_index()
+_mend_replacing()
 _no_early_starts()
 
 
