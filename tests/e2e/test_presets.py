@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from deepinfer_compile.capture import capture
 from deepinfer_compile.observe import EXACT_TOLERANCE, NumericReplay
 from deepinfer_compile.phases import phase_programs
 from deepinfer_compile.presets import PACK, PHASES, RAISE, default
 from deepinfer_compile.replay import weights_from
 from tests import models
 from tests.passes.harness import IDS, ROWS
+from tests.passes.stages import captured
 
 # per layer kind: what must be a dialect op, so that a silent miss fails here
 WANTED = {
@@ -31,9 +31,9 @@ WANTED = {
 
 @pytest.mark.parametrize("name", models.CONFIGS)
 def test_every_pass_holds_and_every_block_is_raised(name: str) -> None:
-    model = models.make(name)
+    model, captured_program = captured(name)
     watch = NumericReplay(weights_from(model), IDS, ROWS)
-    packed, records = default().run(capture(model), observers=[watch])
+    packed, records = default().run(captured_program, observers=[watch])
     programs, _ = phase_programs(packed, {}, [watch])
     assert [e[0] for e in watch.errors[: len(RAISE) + len(PACK)]] == [p.name for p in (*RAISE, *PACK)]
     assert len(watch.errors) == len(RAISE) + len(PACK) + sum(map(len, PHASES.values()))

@@ -20,10 +20,17 @@ from tests import models
 
 
 @functools.cache
-def canonical(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Program]:
-    """A tiny model of an architecture and its canonical program. Pipelines copy programs, so sharing is safe."""
+def captured(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Program]:
+    """A tiny model of an architecture and its program, as captured. Pipelines copy programs, so sharing is safe."""
     model = models.make(name, dtype=dtype)
-    return model, Pipeline((Canonicalize(),)).run(capture(model))[0]
+    return model, capture(model)
+
+
+@functools.cache
+def canonical(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Program]:
+    """A tiny model of an architecture and its canonical program."""
+    model, program = captured(name, dtype)
+    return model, Pipeline((Canonicalize(),)).run(program)[0]
 
 
 def go_on(program: Program, *passes: Any, **options: Any) -> tuple[Program, list[Record]]:

@@ -5,14 +5,14 @@ import torch
 
 from deepinfer_compile.capture import capture
 from deepinfer_compile.passes.cache_attention import CacheAttention
-from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.passes.split_encoder_decoder import SplitEncoderDecoder
 from deepinfer_compile.pipeline import Pipeline
 from deepinfer_compile.presets import RAISE
 from deepinfer_compile.program import Program
 from deepinfer_compile.replay import trace_of, weights_from
 from tests import models
-from tests.passes.harness import calls, check_equal, run_passes
+from tests.passes.harness import calls, check_equal
+from tests.passes.stages import canonical, go_on
 from tests.shared_kv import VOCAB, Decoder
 from tests.shared_kv import Form as SharedForm
 from tests.yoco_model import Form, make_yoco
@@ -20,8 +20,8 @@ from tests.yoco_model import Form, make_yoco
 
 @pytest.mark.parametrize("name", models.CONFIGS)
 def test_cached_equals_eager(name: str) -> None:
-    model = models.make(name)
-    program, _ = run_passes(model, Canonicalize(), CacheAttention())
+    model, before = canonical(name)
+    program, _ = go_on(before, CacheAttention())
     assert calls(program, "deepinfer.attention") == 0
     assert len(program.caches) == model.config.num_hidden_layers
     check_equal(program, model)

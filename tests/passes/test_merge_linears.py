@@ -19,6 +19,7 @@ from deepinfer_compile.targets.cpu import KERNELS as NAMES
 from tests import models
 from tests.cpu_library import load
 from tests.passes.harness import calls, check_equal, run_passes
+from tests.passes.stages import canonical, captured, go_on
 
 KERNELS = tuple((op, f"deepinfer_cpu.{kernel}") for op, kernel in NAMES)
 
@@ -29,11 +30,11 @@ def kernels() -> None:
 
 
 def test_query_key_value_and_gate_up_merge() -> None:
-    model = models.make("llama")
-    passes = (Canonicalize(), CacheAttention(), SelectKernels(kernels=KERNELS))
+    model, program = canonical("llama")
+    passes = (CacheAttention(), SelectKernels(kernels=KERNELS))
     merge = MergeLinears(one="deepinfer_cpu.linear", many="deepinfer_cpu.linears")
-    before, _ = run_passes(model, *passes)
-    after, records = run_passes(model, *passes, merge)
+    before, _ = go_on(program, *passes)
+    after, records = go_on(program, *passes, merge)
     assert calls(before, "deepinfer_cpu.linear", "layer0") == 7
     assert calls(after, "deepinfer_cpu.linear", "layer0") == 2
     assert calls(after, "deepinfer_cpu.linears", "layer0") == 2
@@ -44,8 +45,7 @@ def test_query_key_value_and_gate_up_merge() -> None:
 
 
 def test_without_names_nothing_happens() -> None:
-    model = models.make("llama")
-    _, records = run_passes(model, Canonicalize(), CacheAttention(), SelectKernels(), MergeLinears())
+    _, records = go_on(canonical("llama")[1], CacheAttention(), SelectKernels(), MergeLinears())
     assert records[-1].remarks == ()
     assert torch.is_grad_enabled()
 
@@ -53,9 +53,10 @@ def test_without_names_nothing_happens() -> None:
 SIBLINGS = MergeLinears(one="aten.linear", many="deepinfer.linears", most=3, large=True)
 
 
-def merged(model: Any) -> tuple[list[int], Program]:
-    """How many weights each merged call of the first layer has, and the program."""
-    after, _ = run_passes(model, Canonicalize(), CacheAttention(), SIBLINGS)
+def merged(model: Any, program: Program | None = None) -> tuple[list[int], Program]:
+    """How many weights each merged call of the first layer has, and the program, of one that is captured already or of
+    the model's."""
+    after, _ = run_passes(model, Canonicalize(), CacheAttention(), SIBLINGS, program=program)
     nodes = after.blocks["layer0"].graph.nodes
     return [len(n.args[1]) for n in nodes if is_op(n, ops.LINEARS.overload)], after
 
@@ -71,8 +72,8 @@ def test_weights_that_are_large_together_merge_from_atens_linear(hidden: int, wa
 @pytest.mark.parametrize("name", ["llama", "qwen2", "deepseek_v3"])
 def test_the_dialects_call_means_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_linears, "is_large", lambda *weights: True)
-    model = models.make(name)
-    found, after = merged(model)
+    model, program = captured(name)
+    found, after = merged(model, program)
     assert found == ([2, 2] if name == "deepseek_v3" else [3, 2])
     check_equal(after, model, tol=5e-6)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -38,10 +39,22 @@ def attentions(program: Program, block: str) -> list[Any]:
     return [n for n in program.blocks[block].graph.nodes if is_op(n, ATTENTION.overload)]
 
 
+def stock(name: str, form: str) -> tuple[Any, Program]:
+    """A tiny model and its program with one of Transformers' own implementations."""
+    model = models.make(name)
+    return model, capture(model, attention=form)
+
+
+@functools.cache
+def llama_sdpa() -> tuple[Any, Program]:
+    """What two tests start from."""
+    return stock("llama", "sdpa")
+
+
 @pytest.mark.parametrize(("name", "form", "expected"), LIBRARY)
 def test_stock_implementations(name: str, form: str, expected: dict[str, tuple[int, bool]]) -> None:
-    model = models.make(name)
-    program, records = Pipeline((Canonicalize(), RaiseAttention())).run(capture(model, attention=form))
+    model, before = llama_sdpa() if name == "llama" else stock(name, form)
+    program, records = Pipeline((Canonicalize(), RaiseAttention())).run(before)
     for block in program.blocks:
         found = [(argument(n, "window"), argument(n, "causal")) for n in attentions(program, block)]
         assert found == ([expected[block]] if block in expected else [])
@@ -54,7 +67,7 @@ def test_stock_implementations(name: str, form: str, expected: dict[str, tuple[i
 
 
 def test_masks_leave_the_graph() -> None:
-    program, _ = Pipeline((Canonicalize(), RaiseAttention())).run(capture(models.make("llama"), attention="sdpa"))
+    program, _ = Pipeline((Canonicalize(), RaiseAttention())).run(llama_sdpa()[1])
     assert calls(program, "aten.arange") == calls(program, "aten.cumsum") == calls(program, "aten.expand") == 0
     assert [argument(n, "mask") for b in program.blocks for n in attentions(program, b)] == [None]
     heads = {int(n.args[i].meta["val"].shape[1]) for n in attentions(program, "layer0") for i in (1, 2)}
