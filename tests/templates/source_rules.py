@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 from functools import lru_cache
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 
@@ -36,11 +36,11 @@ def _split(text: str) -> tuple[str, str]:
 @lru_cache(8)
 def constants(text: str) -> dict[str, Any]:
     """The module-level constants of a source."""
+    head = ast.parse(_split(text)[0])
+    head.body = [n for n in head.body if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)]
     found: dict[str, Any] = {"tl": _Types(), "triton": _TRITON}
-    for node in ast.parse(_split(text)[0]).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found[node.targets[0].id] = eval(compile(ast.Expression(node.value), "source", "eval"), dict(found))
-    return {name: value for name, value in found.items() if name not in ("tl", "triton")}
+    exec(compile(head, "source", "exec"), found)
+    return {name: value for name, value in found.items() if name not in ("tl", "triton", "__builtins__")}
 
 
 @lru_cache
@@ -64,18 +64,23 @@ def extents_not_powers_of_two(text: str) -> list[str]:
 
     The extents of another tile (`tile.shape[0]`) are as good as that tile's own.
     """
-    body, known = _split(text)[1], constants(text)
+    known = dict(constants(text))
+    wrong = []
+    for written, code in _extents(_split(text)[1]):
+        extent = eval(code, known)
+        if type(extent) is not int or extent < 1 or extent & (extent - 1):
+            wrong.append(f"{written} = {extent}")
+    return wrong
+
+
+@lru_cache
+def _extents(body: str) -> list[tuple[str, CodeType]]:
+    """What ranges and tiles are as large as, as text and to evaluate."""
     sizes = [a for call in _calls(body, "tl.arange") for a in call.args[1:]]
     for maker in ("tl.zeros", "tl.full"):
         sizes += [n for call in _calls(body, maker) for n in getattr(call.args[0], "elts", [call.args[0]])]
-    wrong = []
-    for size in sizes:
-        if isinstance(size, ast.Subscript) and ast.unparse(size.value).endswith(".shape"):
-            continue
-        extent = eval(compile(ast.Expression(size), "source", "eval"), dict(known))
-        if type(extent) is not int or extent < 1 or extent & (extent - 1):
-            wrong.append(f"{ast.unparse(size)} = {extent}")
-    return wrong
+    own = [n for n in sizes if not (isinstance(n, ast.Subscript) and ast.unparse(n.value).endswith(".shape"))]
+    return [(ast.unparse(n), compile(ast.Expression(n), "source", "eval")) for n in own]
 
 
 def loads_without_a_fill(text: str) -> list[str]:
