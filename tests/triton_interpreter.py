@@ -1,9 +1,9 @@
 """Run a kernel in Triton's CPU interpreter, by its launch plan, on poisoned memory.
 
 Import this only in a process that was started with TRITON_INTERPRET=1 (tests/templates/test_interpreted.py does that).
-The interpreter is mended in four places: bf16 matrix products multiply raw bit patterns, casts to bf16 truncate,
+The interpreter is mended in five places: bf16 matrix products multiply raw bit patterns, casts to bf16 truncate,
 Triton 3.6 cannot index with a scalar under NumPy 2.4 and newer, and every call of a device function replaces the whole
-language once more, which took more than half of the time.
+language once more, which took more than half of the time. And every look at a type made a table of all of them.
 """
 
 from __future__ import annotations
@@ -101,6 +101,21 @@ def _mend_replacing() -> None:
     interpreter.GridExecutor.__call__ = call
 
 
+def _mend_types() -> None:
+    """What NumPy calls a type is kept."""
+    old = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def np_dtype(kind: Any) -> Any:
+        if type(kind) is not tl.dtype:
+            return old(kind)
+        if kind.name not in known:
+            known[kind.name] = old(kind)
+        return known[kind.name]
+
+    interpreter._get_np_dtype = np_dtype
+
+
 def _no_early_starts() -> None:
     """Here a launch has ended when the next one starts."""
     for name in ("gdc_wait", "gdc_launch_dependents"):
@@ -111,6 +126,7 @@ _mend_dot()
 _mend_cast()
 _mend_index()
 _mend_replacing()
+_mend_types()
 _no_early_starts()
 
 

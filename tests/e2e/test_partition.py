@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 
 def test_deepseek_on_two_ranks_with_replicas(tmp_path: Path) -> None:
     """15 slots of 12 experts, so that one of the 16 places is empty; a second placement needs no other bundle."""
-    model = models.make("deepseek_v3")
+    model = models.make("deepseek_v3", num_hidden_layers=3, first_k_dense_replace=1)
     bundle = dc.build(model, tmp_path / "b", native=False, experts=ExpertPlan(ranks=2, slots=15))
     load = np.random.default_rng(0).integers(1, 100, (2, 12))
     other = rebalance(load, 16, 2, policy="published").phy2log

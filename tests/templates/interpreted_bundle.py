@@ -81,7 +81,7 @@ def test_programs_with_kernels_equal_eager(name: str, tmp_path: Path, interprete
     changes, wanted = MODELS[name]
     model = models.make(name, **changes)
     dc.build(model, tmp_path / "bundle", target="nvidia-sm90")
-    given = prompts(lengths=(5, 1, 90))
+    given = prompts(lengths=(5, 1, 70))
     llm = dc.load(tmp_path / "bundle", target="nvidia-sm90")
     assert bundle_tokens(llm, given, 4) == [eager_tokens(model, p, 4) for p in given]
     assert Interpreted.ran == wanted

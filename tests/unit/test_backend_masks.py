@@ -60,7 +60,7 @@ def run(model: Any, backend_name: Any, dynamic: bool | None, *lengths: int, **mo
 def test_a_prompt_without_a_mask_is_causal(name: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch)
     torch._dynamo.reset()
-    run(models.make(name), backend.deepinfer, dynamic, 100, 71)
+    run(models.make(name, num_hidden_layers=1), backend.deepinfer, dynamic, 100, 71)
     assert masks(seen.calls()) == {(False, True)}
 
 
@@ -69,7 +69,7 @@ def test_padding_stays_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     padded = torch.ones(2, 33, dtype=torch.long)
     padded[1, :9] = 0
-    run(models.make("llama"), backend.deepinfer, False, 33, attention_mask=padded)
+    run(models.make("llama", num_hidden_layers=1), backend.deepinfer, False, 33, attention_mask=padded)
     assert masks(seen.calls()) == {(True, False)}
 
 
@@ -77,14 +77,14 @@ def test_padding_stays_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_window_stays_a_mask(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch)
     torch._dynamo.reset()
-    run(models.make("mistral", sliding_window=8), backend.deepinfer, dynamic, 33, 18)
+    run(models.make("mistral", num_hidden_layers=1, sliding_window=8), backend.deepinfer, dynamic, 33, 18)
     assert masks(seen.calls()) == {(True, False)}
 
 
 def test_a_window_that_no_row_of_fixed_length_meets_is_causal(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = Seen(monkeypatch)
     torch._dynamo.reset()
-    run(models.make("mistral", sliding_window=40), backend.deepinfer, False, 33)
+    run(models.make("mistral", num_hidden_layers=1, sliding_window=40), backend.deepinfer, False, 33)
     assert masks(seen.calls()) == {(False, True)}
 
 
@@ -93,5 +93,5 @@ def test_positions_of_the_caller_stay_a_mask(monkeypatch: pytest.MonkeyPatch) ->
     seen = Seen(monkeypatch)
     torch._dynamo.reset()
     places = torch.cat([torch.arange(20), torch.arange(13)])[None].expand(2, -1)
-    run(models.make("llama"), backend.deepinfer, False, 33, position_ids=places)
+    run(models.make("llama", num_hidden_layers=1), backend.deepinfer, False, 33, position_ids=places)
     assert masks(seen.calls()) == {(True, False)}
