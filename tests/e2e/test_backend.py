@@ -39,7 +39,10 @@ def fresh() -> None:
 
 
 def small(name: str) -> Any:
-    return models.make(name) if name == "gemma" else models.make(name, num_hidden_layers=2)
+    """The first two layers, or one where they are of one kind: most of the time is Inductor's, which is a layer's."""
+    if name == "gemma":
+        return models.make(name)
+    return models.make(name, num_hidden_layers=1 if name in FAST else 2)
 
 
 def called(model: nn.Module, ids: Tensor) -> Counter[str]:
@@ -203,7 +206,7 @@ def latent(batch: int, compiled: Any, model: Any, steps: int = 8) -> float:
 
 def test_latent_caches_are_read_and_not_expanded() -> None:
     """DeepSeek-V3 decoding on a static cache: equal to eager, no expansion over the cache, one graph more at most."""
-    model = models.make("deepseek_v3", num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=16)
+    model = models.make("deepseek_v3", num_hidden_layers=1, num_attention_heads=16, num_key_value_heads=16)
     seen: list[GraphModule] = []
 
     def watched(gm: GraphModule, example_inputs: Any) -> Any:
@@ -213,7 +216,7 @@ def test_latent_caches_are_read_and_not_expanded() -> None:
     compiled = torch.compile(model, backend=watched)
     assert max(latent(batch, compiled, model) for batch in (1, 3, 2, 5)) < 4e-6
     assert len(seen) <= 2
-    assert executed["latent_attention"] == 4 * 8 * 2
+    assert executed["latent_attention"] == 4 * 8
     assert executed["attention"] == 0
     width = model.config.qk_nope_head_dim + model.config.v_head_dim
     for graph in seen:

@@ -17,7 +17,7 @@ import torch
 from tests.trained import data, evaluate
 
 SAMPLE = evaluate.Amount(every=6, windows=2, batch=4)
-FEW = evaluate.Amount(every=30, windows=1, prompts=2, continued=12)
+FEW = evaluate.Amount(every=60, windows=1, prompts=2, continued=12)
 MOST_BYTES = 24 << 20
 """Of the weights of one model."""
 
