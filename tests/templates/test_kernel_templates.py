@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import random
 from itertools import product
 from typing import Any
 
@@ -34,10 +35,29 @@ def small(case: Case[Any]) -> bool:
     return sum(case.lengths) <= 1000
 
 
-def sources(spec: AnySpec, case: Case[Any]) -> list[tuple[Any, str, str]]:
-    """Config, dialect and text of every source of a case, for two targets."""
-    configs = dict.fromkeys(c for limits in (LIMITS, SMALL) for c in spec.space(case.params, limits))
-    return [(c, d, render_kernel(spec, case.params, c, d)) for c, d in product(configs, spec.sources)]
+FEW = 60
+"""Configs of a case that are always looked at, beside one for every value of every field."""
+
+FEW_AND_ALL = pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["few", "all"])
+
+
+def drawn(configs: list[Any], few: bool) -> list[Any]:
+    """All configs, or a few."""
+    if not few:
+        return configs
+    one: dict[Any, Any] = {}
+    for config in configs:
+        for field in vars(config).items():
+            one.setdefault(field, config)
+    more = random.Random(0).sample(configs, min(FEW, len(configs)))
+    return list(dict.fromkeys([*one.values(), *more]))
+
+
+def sources(spec: AnySpec, case: Case[Any], few: bool) -> list[tuple[Any, str, str]]:
+    """Config, dialect and text of the sources of a case, for two targets."""
+    configs = list(dict.fromkeys(c for limits in (LIMITS, SMALL) for c in spec.space(case.params, limits)))
+    chosen = drawn(configs, few)
+    return [(c, d, render_kernel(spec, case.params, c, d)) for c, d in product(chosen, spec.sources)]
 
 
 def test_there_are_kernels_for_these_operations() -> None:
@@ -66,9 +86,10 @@ def test_template_names_are_the_fields_and_the_stamp(spec: AnySpec) -> None:
         assert render.names_of(spec.template(dialect)) == {*fields, "stamp"}
 
 
+@FEW_AND_ALL
 @pytest.mark.parametrize(("spec", "case"), CASES)
-def test_every_config_renders_and_keeps_the_rules(spec: AnySpec, case: Case[Any]) -> None:
-    found = sources(spec, case)
+def test_every_config_renders_and_keeps_the_rules(spec: AnySpec, case: Case[Any], few: bool) -> None:
+    found = sources(spec, case, few)
     assert len({text for _, _, text in found}) == len(found) > 1
     for config, _, text in found:
         assert not source_rules.extents_not_powers_of_two(text)
@@ -112,13 +133,14 @@ def test_a_call_binds_to_the_params_of_its_case(spec: AnySpec, case: Case[Any]) 
     assert not any(t.isnan().any() for t in (made if isinstance(made, tuple) else (made,)))
 
 
+@FEW_AND_ALL
 @pytest.mark.parametrize(("spec", "case"), [c for c in CASES if small(c.values[1])])
-def test_plans_are_data_and_fit_their_operands(spec: AnySpec, case: Case[Any]) -> None:
+def test_plans_are_data_and_fit_their_operands(spec: AnySpec, case: Case[Any], few: bool) -> None:
     given = spec.inputs(case, torch.Generator().manual_seed(0))
     tensors = tensors_of(given)
     made = spec.op.reference(*given.values())
     shapes = [t.shape for t in (made if isinstance(made, tuple) else (made,))]
-    for config in spec.space(case.params, LIMITS):
+    for config in drawn(list(spec.space(case.params, LIMITS)), few):
         plan = spec.plan(case.params, config)
         assert plan_from_json(plan_to_json(plan), "file") == plan
         assert {o.name for o in plan.operands} == set(tensors)
