@@ -15,7 +15,7 @@ from deepinfer_compile.passes.bind_positions import BindPositions
 from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.program import Program
 from deepinfer_compile.replay import bind, weights_from
-from tests import models
+from tests.architectures import FIRST
 from tests.golden_text import check_golden
 from tests.passes.harness import check_equal
 from tests.passes.stages import before_and_after, canonical, counts, go_on
@@ -107,7 +107,7 @@ def run_at(program: Program, model: nn.Module, ids: Tensor, positions: Tensor) -
     return found
 
 
-@pytest.mark.parametrize("name", models.CONFIGS)
+@pytest.mark.parametrize("name", FIRST)
 def test_architectures_take_positions_already(name: str) -> None:
     model, before = canonical(name)
     after, records = go_on(before, BindPositions())

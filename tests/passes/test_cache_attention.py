@@ -10,7 +10,7 @@ from deepinfer_compile.pipeline import Pipeline
 from deepinfer_compile.presets import RAISE
 from deepinfer_compile.program import Program
 from deepinfer_compile.replay import trace_of, weights_from
-from tests import models
+from tests.architectures import FIRST
 from tests.passes.harness import calls, check_equal
 from tests.passes.stages import canonical, go_on
 from tests.shared_kv import VOCAB, Decoder
@@ -18,7 +18,7 @@ from tests.shared_kv import Form as SharedForm
 from tests.yoco_model import Form, make_yoco
 
 
-@pytest.mark.parametrize("name", models.CONFIGS)
+@pytest.mark.parametrize("name", FIRST)
 def test_cached_equals_eager(name: str) -> None:
     model, before = canonical(name)
     program, _ = go_on(before, CacheAttention())

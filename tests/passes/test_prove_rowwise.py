@@ -27,7 +27,7 @@ from deepinfer_compile.passes.raise_rope import RaiseRope
 from deepinfer_compile.program import Program
 from deepinfer_compile.replay import bind, weights_from
 from deepinfer_compile.rowwise import Rows, analyse
-from tests import models
+from tests.architectures import FIRST
 from tests.passes.harness import check_equal
 from tests.passes.stages import canonical, go_on
 from tests.unit.test_rope_lengths import build
@@ -163,7 +163,7 @@ def mixes(program: Program, model: nn.Module, rows: int = 9) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", models.CONFIGS)
+@pytest.mark.parametrize("name", FIRST)
 def test_architectures(name: str) -> None:
     """Proven as captured, raised, and with caches."""
     model, before = canonical(name)

@@ -12,8 +12,8 @@ from deepinfer_compile.backend import counters, deepinfer
 from tests.property.checking import Report, check
 from tests.property.test_backend_programs import program_of
 
-FAST = (2, 6, 9, 13, 16, 18, 19, 22, 27, 25, 4, 7)
-"""Small graphs with a norm, a rotation, an activation, attention, a router or nothing in them."""
+FAST = (6, 9, 13, 16, 18, 19, 22, 4, 7)
+"""Small graphs with a norm, a rotation, an activation, attention, a router, what is nearly one or nothing in them."""
 INDUCTORS_OWN = {
     111: "a flattened view of a written input that begins inside its memory",
     166: "a copy of a buffer that was written to lies in the buffer",
@@ -44,6 +44,6 @@ def test_programs(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 200))
+@pytest.mark.parametrize("seed", [2, 25, 27, *range(100, 200)])
 def test_more_programs(seed: int) -> None:
     run(seed)

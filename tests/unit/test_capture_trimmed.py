@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from deepinfer_compile.capture import capture
 from deepinfer_compile.replay import bind, weights_from
 from tests import models
+from tests.architectures import FIRST
 
 LAYERS = 7
 WIDTH = 16
@@ -140,7 +141,7 @@ def test_layers_out_of_order_are_all_traced(cls: type[Model]) -> None:
     assert torch.equal(program.run({**bind(program, weights_from(model)), "input_ids": ids}), want)
 
 
-@pytest.mark.parametrize("architecture", models.CONFIGS)
+@pytest.mark.parametrize("architecture", FIRST)
 def test_models_of_today_are_trimmed(architecture: str) -> None:
     layers = 9
     types = models.make(architecture).config.to_dict().get("layer_types")
