@@ -74,6 +74,7 @@ def defaults(spec: AnySpec, case: Case[Any]) -> dict[Any, int]:
 LONG = (
     *(("mix_streams", "typical"), ("sample", "whole"), ("sample", "half"), ("cached_select_rows", "prompts")),
     *(("cached_latent_attention", "chunk"), ("join_streams", "typical"), ("collapse_streams", "typical")),
+    ("partial_rope", "typical"),
 )
 """Cases that take seconds, of kernels whose other cases have all their ways."""
 

@@ -14,13 +14,14 @@ import pytest
 
 FILES = {f.stem.removeprefix("interpreted_"): f for f in sorted(Path(__file__).parent.glob("interpreted_*.py"))}
 ROOT = Path(__file__).parent.parent.parent
-LONG = ("bundle", "cases", "experts", "latent_prefill", "sample")
-"""Those that run alone. The others share a process, whose start takes as long as one of them."""
+THIRDS = {"bundle": ("bundle", "sample"), "cases": ("cases", "linears", "sweep")}
+"""Files that share a process, whose start takes as long as one of the short ones; the others share the last. Each takes
+a third of the time."""
 
-SHORT = [name for name in FILES if name not in LONG]
+TOGETHER = {name for names in THIRDS.values() for name in names}
+SHARED = {**THIRDS, "others": tuple(name for name in FILES if name not in TOGETHER)}
 RUNS = [
-    *(pytest.param([FILES[name]], "not slow", id=name) for name in LONG),
-    pytest.param([FILES[name] for name in SHORT], "not slow", id="others"),
+    *(pytest.param([FILES[name] for name in names], "not slow", id=third) for third, names in SHARED.items()),
     *(
         pytest.param([f], "slow", marks=pytest.mark.slow, id=f"{name}-slow")
         for name, f in FILES.items()
