@@ -7,14 +7,11 @@ import pytest
 
 from tests import models
 from tests.e2e.parity import check_parity
-from tests.models import ALIKE
 
 NATIVE = ("llama", "gpt_oss", "deepseek_v3")
-LATER = ("gpt_oss", "deepseek_v3", *ALIKE)
-"""Two that run natively here, and those whose layers are put together from parts of others."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LATER else n for n in models.CONFIGS])
+@pytest.mark.parametrize("name", models.CONFIGS)
 def test_graph_programs_equal_eager(name: str, tmp_path: Path) -> None:
     check_parity(models.make(name), tmp_path / "b", native=False, count=32)
 
@@ -24,4 +21,4 @@ def test_graph_programs_equal_eager(name: str, tmp_path: Path) -> None:
     "name", [n if n in NATIVE else pytest.param(n, marks=pytest.mark.slow) for n in (*models.CONFIGS, "gemma4_text")]
 )
 def test_native_programs_equal_eager(name: str, tmp_path: Path) -> None:
-    check_parity(models.make(name), tmp_path / "b", native=True, count=128 if name == "llama" else 64)
+    check_parity(models.make(name), tmp_path / "b", native=True)
