@@ -35,6 +35,8 @@ WANTED: dict[str, dict[tuple[int, ...], dict[str, int | None]]] = {
         (1, 3): {**EVERY_LAYER, "raise-router": 1},
     },
 }
+OF_VERSION = "fuse-linear-casts"
+"""Applies where this Transformers keeps the router's weight in bf16; later ones keep it in fp32."""
 REASONS = {
     "deepseek_v3": ("latent cache, window none", "sigmoid router, top 4 of 12", "latent 24, rope 8, 6 heads"),
     "gpt_oss": ("kv cache, window 16", "kv cache, window none", "softmax_topk router, top 2 of 5"),
@@ -71,7 +73,7 @@ def test_every_layer_is_explained(shown: tuple[str, Shown]) -> None:
     kinds = {tuple(k["layers"]): k["passes"] for k in found["kinds"] if k["layers"]}
     assert kinds.keys() == WANTED[name].keys()
     for layers, wanted in WANTED[name].items():
-        applied = {label(p): p["applied"] for p in kinds[layers] if p["applied"]}
+        applied = {label(p): p["applied"] for p in kinds[layers] if p["applied"] and label(p) != OF_VERSION}
         assert applied.keys() == wanted.keys(), layers
         assert all(wanted[k] in (None, count) for k, count in applied.items()), layers
         assert all(sum(p["reasons"].values()) == p["applied"] for p in kinds[layers])

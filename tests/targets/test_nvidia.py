@@ -227,7 +227,10 @@ def test_graphs_of_a_bundle_with_merged_linears_run(large: Path) -> None:
     assert bundle_tokens(dc.load(large, native=False), prompts(lengths=(5,)), 2)
 
 
-def test_bnd_3_without_a_gpu_the_variant_is_refused_and_graphs_still_run(llama: Any, bundle: Path) -> None:
+def test_bnd_3_without_a_gpu_the_variant_is_refused_and_graphs_still_run(
+    llama: Any, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for target in ("nvidia-sm90", None):
         with pytest.raises(WrongTarget) as caught:
             dc.load(bundle, target=target)
