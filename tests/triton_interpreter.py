@@ -3,7 +3,7 @@
 Import this only in a process that was started with TRITON_INTERPRET=1 (tests/templates/test_interpreted.py does that).
 The interpreter is mended in five places: bf16 matrix products multiply raw bit patterns, casts to bf16 truncate,
 Triton 3.6 cannot index with a scalar under NumPy 2.4 and newer, and every call of a device function replaces the whole
-language once more, which took more than half of the time. And every look at a type made a table of all of them.
+language once more. And every look at a type made a table of all of them.
 """
 
 from __future__ import annotations

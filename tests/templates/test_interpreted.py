@@ -15,8 +15,7 @@ import pytest
 FILES = {f.stem.removeprefix("interpreted_"): f for f in sorted(Path(__file__).parent.glob("interpreted_*.py"))}
 ROOT = Path(__file__).parent.parent.parent
 THIRDS = {"bundle": ("bundle", "sample"), "cases": ("cases", "linears", "sweep")}
-"""Files that share a process, whose start takes as long as one of the short ones; the others share the last. Each takes
-a third of the time."""
+"""Files that share a process, whose start takes as long as one of the short ones; the others share the last."""
 
 TOGETHER = {name for names in THIRDS.values() for name in names}
 SHARED = {**THIRDS, "others": tuple(name for name in FILES if name not in TOGETHER)}
