@@ -26,6 +26,7 @@ from deepinfer_compile.passes.raise_experts import RaiseExperts
 from deepinfer_compile.passes.raise_hyper_connections import RaiseHyperConnections
 from deepinfer_compile.passes.raise_latent_attention import RaiseLatentAttention
 from deepinfer_compile.passes.raise_output_projection import RaiseOutputProjection
+from deepinfer_compile.passes.raise_packed_rows import RaisePackedRows
 from deepinfer_compile.passes.raise_recent import RaiseRecent
 from deepinfer_compile.passes.raise_rms_norm import RaiseRmsNorm
 from deepinfer_compile.passes.raise_rope import RaiseRope
@@ -47,6 +48,7 @@ RAISE: tuple[Pass, ...] = (
     RaiseAttention(),
     RaiseLatentAttention(require=True),
     RaiseRecent(),
+    RaisePackedRows(),
     RaiseSelectedAttention(),
     RaiseHyperConnections(),
     BindPositions(),

@@ -224,6 +224,16 @@ def _cached_recent(call: Call) -> Value:
     return _described(call, _agree(call, [expect(call, name, 0) for name in ("x", "slot")]))
 
 
+@rule("deepinfer.pack_rows")
+def _pack_rows(call: Call) -> Value:
+    return not_last(call, "x")
+
+
+@rule("deepinfer.unpack_rows")
+def _unpack_rows(call: Call) -> Value:
+    return not_last(call, "stored")
+
+
 @rule("deepinfer.write_rows")
 def _write_rows(call: Call) -> Value:
     _cache(call, call.arg("cache"))

@@ -20,6 +20,7 @@ from deepinfer_compile.ops import (
     RECENT,
     SELECT_ROWS,
     SELECTED_ATTENTION,
+    UNPACK_ROWS,
     WRITE_ROWS,
 )
 from deepinfer_compile.passbase import NONE, PassContext, register
@@ -41,7 +42,8 @@ class CacheSelected:
     After:  `s = write_rows(keys, cache!, slot, ratio); n, c = cached_select_rows(q, w, cache, s, ...)` and so for rows,
             `o = cached_selected_attention(q, latents, window!, ..., rows_cache, s, ...)`
     Rows and keys that other blocks read are written once, by the block that makes them. Caches of a window share a
-    group with the narrowest window that holds them; a page of rows has as many as its tokens complete.
+    group with the narrowest window that holds them; a page of rows has as many as its tokens complete. What comes from
+    `unpack_rows` is cached as the bytes that it reads.
     Left alone: programs without such calls.
     """
 
@@ -66,6 +68,11 @@ class CacheSelected:
 
 def _sites(graph: torch.fx.Graph) -> list[Node]:
     return [n for n in graph.nodes if is_op(n, *SITES)]
+
+
+def stored(rows: Node) -> Node:
+    """What a cache holds of rows: the bytes that they are read from, or they themselves."""
+    return rows.args[0] if is_op(rows, UNPACK_ROWS.overload) else rows  # type: ignore[return-value]
 
 
 def _window(node: Node) -> int:
@@ -172,9 +179,10 @@ class _Cacher:
         ratio = int(argument(node, "ratio"))
         edit = Editor(node.graph, node)
         cache, written = self._rows(block, keys, ratio, edit)
-        meta = self._batch(block, self.group(0))
+        meta, form = self._batch(block, self.group(0)), self._form(block, keys)
         given = [None if n is None else edit.call(A.select.int, n, 0, 0) for n in (q, weights, limit)]
-        out = edit.call(CACHED_SELECT_ROWS.overload, *given[:2], cache, written, *meta, given[2], *node.args[4:])
+        rest = (*node.args[4:], *([form] if form else []))
+        out = edit.call(CACHED_SELECT_ROWS.overload, *given[:2], cache, written, *meta, given[2], *rest)
         for user in list(node.users):
             part = edit.call(A.unsqueeze.default, edit.item(out, int(user.args[1])), 0)  # type: ignore[arg-type]
             edit.replace(user, part)
@@ -183,8 +191,9 @@ class _Cacher:
     def _attend(self, block: str, node: Node) -> str:
         q, latents, rows, chosen, sinks, scale, window, ratio = node.args
         group, full = self.group(int(window)), None  # type: ignore[arg-type]
-        edit = Editor(node.graph, node)
-        held = tensor(latents)  # type: ignore[arg-type]
+        forms = [self._form(block, latents), [] if rows is None else self._form(block, rows)]
+        latents, edit = stored(latents), Editor(node.graph, node)  # type: ignore[arg-type]
+        held = tensor(latents)
         cache = self.cache(block, "window", group, (PAGE_SIZE, int(held.shape[2])), held.dtype)
         given = [None if n is None else edit.call(A.select.int, n, 0, 0) for n in (q, latents, chosen)]
         source: tuple[Node | None, ...] = (None, None)
@@ -193,10 +202,21 @@ class _Cacher:
         meta = (*self._batch(block, group), self.meta(block, "slot", group))
         out = edit.call(
             *(CACHED_SELECTED_ATTENTION.overload, *given[:2], cache, *meta, *source, full),
-            *(given[2], sinks, scale, window),
+            *(given[2], sinks, scale, window, *(forms if any(forms) else ())),
         )
         edit.replace(node, edit.call(A.unsqueeze.default, out, 0))
         return f"latents of window {window}" + (f" and chosen rows of {ratio} tokens each" if rows is not None else "")
+
+    def _form(self, block: str, rows: Any) -> list[int]:
+        """The form in which rows are packed, of those that a block is given where they are made; empty for none.
+        Raises ValueError if calls of the block are given different ones."""
+        if rows.op != "placeholder":
+            return list(argument(rows, "form")) if is_op(rows, UNPACK_ROWS.overload) else []
+        calls = [c for c in self.program.calls() if c.target == block]
+        first, *others = [self._form(str(maker.target), made) for maker, made in (self._maker(c, rows) for c in calls)]
+        if any(other != first for other in others):
+            raise ValueError(f"calls of {block} are given rows in different forms")
+        return first
 
     def _rows(self, block: str, rows: Any, ratio: int, edit: Editor) -> tuple[Node, Node]:
         """The cache of rows and the slots that were written there, before they are read."""
@@ -204,9 +224,11 @@ class _Cacher:
         held.ratio[rows] = ratio
         if rows.op == "placeholder":
             if rows not in held.read:
-                shape = (PAGE_SIZE // ratio, int(tensor(rows).shape[2]))
+                call = next(c for c in self.program.calls() if c.target == block)
+                made = tensor(stored(self._maker(call, rows)[1]))
+                shape = (PAGE_SIZE // ratio, int(made.shape[2]))
                 with self.mode:
-                    val = torch.empty((self.pages, *shape), dtype=tensor(rows).dtype)
+                    val = torch.empty((self.pages, *shape), dtype=made.dtype)
                 place = len(held.read)
                 holes = self.hole(block, f"shared_rows{place}", val), self.hole(block, f"written{place}", self._slots())
                 held.read[rows] = holes
@@ -216,7 +238,7 @@ class _Cacher:
         return held.written[rows]
 
     def _write(self, block: str, rows: Node, ratio: int, edit: Editor) -> tuple[Node, Node]:
-        group = self.group(0)
+        group, rows = self.group(0), stored(rows)
         shape = (PAGE_SIZE // ratio, int(tensor(rows).shape[2]))
         cache = self.cache(block, "rows", group, shape, tensor(rows).dtype)
         slot = self.meta(block, "slot", group)

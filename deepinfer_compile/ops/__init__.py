@@ -5,6 +5,7 @@ from deepinfer_compile.ops.attention import ATTENTION, CACHED_ATTENTION, MERGE_A
 from deepinfer_compile.ops.latent import CACHED_LATENT_ATTENTION, LATENT_ATTENTION
 from deepinfer_compile.ops.moe import EXPERTS, ROUTE
 from deepinfer_compile.ops.norm import ADD_RMS_NORM, RMS_NORM
+from deepinfer_compile.ops.packed import PACK_ROWS, UNPACK_ROWS
 from deepinfer_compile.ops.parallel import COMBINE, DISPATCH
 from deepinfer_compile.ops.project import LINEAR, LINEARS, OUTPUT_PROJECTION, WIDE_LINEAR
 from deepinfer_compile.ops.registry import NAMESPACE, OPS, Op, Work, find, implements
@@ -47,6 +48,7 @@ __all__ = [
     "NAMESPACE",
     "OPS",
     "OUTPUT_PROJECTION",
+    "PACK_ROWS",
     "PARTIAL_ROPE",
     "RECENT",
     "RMS_NORM",
@@ -58,6 +60,7 @@ __all__ = [
     "SELECTED_ATTENTION",
     "SELECT_ROWS",
     "SHARED_ATTENTION",
+    "UNPACK_ROWS",
     "WIDE_LINEAR",
     "WRITE_KV",
     "WRITE_ROWS",

@@ -8,6 +8,7 @@ key at every token, of which those that complete a row count; cached forms take 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deepinfer_compile.ops.attention import masked_softmax, visibility, write_rows
+from deepinfer_compile.ops.packed import read_rows
 from deepinfer_compile.ops.registry import Work, define, size_bytes, wide
 
 
@@ -162,10 +164,10 @@ def _cached_select_rows(
     top: int,
     block: int,
     blocks: int,
+    form: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     request, position = token_places(written, query_start, seq_len)
-    rows = keys[block_table.clamp(min=0).long()].flatten(1, 2)
-    rows = wide(rows).to(wide(q).dtype)
+    rows = read_rows(keys[block_table.clamp(min=0).long()].flatten(1, 2), form, wide(q).dtype)
     match = torch.einsum("thd,tsd->ths", wide(q), rows[request]).relu() * scale
     scores = (match * wide(weights).unsqueeze(-1)).sum(1)
     return _choice(scores, (position + 1) // ratio, candidates, top, block, blocks)
@@ -173,17 +175,18 @@ def _cached_select_rows(
 
 CACHED_SELECT_ROWS = define(
     "cached_select_rows(Tensor q, Tensor weights, Tensor keys, Tensor written, Tensor query_start, Tensor seq_len, "
-    "Tensor block_table, Tensor? candidates, float scale, int ratio, int top, int block, int blocks) "
+    "Tensor block_table, Tensor? candidates, float scale, int ratio, int top, int block, int blocks, int[] form=[]) "
     "-> (Tensor, Tensor)",
     reference=_cached_select_rows,
-    fake=lambda q, *rest: _lists(q, rest[-3], rest[-1]),
+    fake=lambda q, *rest: _lists(q, rest[9], rest[11]),
     work=lambda q, weights, keys, written, query_start, seq_len, *rest: Work(
         2 * q.numel() * int(seq_len.sum()) // (rest[3] * max(1, seq_len.shape[0])),
         size_bytes(q, weights) + int(seq_len.sum()) // rest[3] * keys.shape[2] * keys.element_size(),
     ),
 )
 """The same of packed requests: q [T, H, D], weights [T, H], keys [pages, page / ratio, D] as `write_rows` fills them,
-written i64[T] what it gave -> i32 [T, top], i32 [T, blocks]. A token of slot -1 chooses nothing."""
+written i64[T] what it gave -> i32 [T, top], i32 [T, blocks]. A token of slot -1 chooses nothing. Keys may be packed in
+a form (`ops/packed.py`)."""
 
 
 def _write_rows(rows: Tensor, cache: Tensor, slot: Tensor, ratio: int) -> Tensor:
@@ -255,35 +258,40 @@ def _cached_selected_attention(
     sinks: Tensor | None,
     scale: float,
     window: int,
+    form: Sequence[int] = (),
+    rows_form: Sequence[int] = (),
 ) -> Tensor:
     write_rows(cache, latents, slot)
     request, position = token_places(slot, query_start, seq_len)
     number = position[:, None] - torch.arange(window - 1, -1, -1, device=q.device)
-    keys, visible = paged_rows(cache, block_table[request], number), number >= 0
+    keys, visible = read_rows(paged_rows(cache, block_table[request], number), form, wide(q).dtype), number >= 0
     if rows is not None and rows_table is not None and chosen is not None:
-        keys = torch.cat((keys, paged_rows(rows, rows_table[request], chosen.long())), dim=1)
+        found = paged_rows(rows, rows_table[request], chosen.long())
+        keys = torch.cat((keys, read_rows(found, rows_form, wide(q).dtype)), dim=1)
         visible = torch.cat((visible, chosen >= 0), dim=1)
-    keys = wide(keys).to(wide(q).dtype).masked_fill(~visible.unsqueeze(-1), 0)
+    keys = keys.masked_fill(~visible.unsqueeze(-1), 0)
     scores = torch.einsum("thd,tnd->thn", wide(q), keys).unsqueeze(2) * scale
     shares = masked_softmax(scores, visible[:, None, None], sinks)
     return torch.einsum("thn,tnd->thd", shares.squeeze(2), keys).to(q.dtype)
 
 
 def _cached_selected_attention_work(q: Tensor, latents: Tensor, cache: Tensor, *rest: Any) -> Work:
-    chosen, window = rest[-4], rest[-1]
-    keys = q.shape[0] * (window + (0 if chosen is None else chosen.shape[-1]))
-    moved = 2 * size_bytes(q, latents) + keys * q.shape[2] * cache.element_size()
-    return Work(4 * q.shape[1] * q.shape[2] * keys, moved)
+    rows, chosen, window = rest[4], rest[7], rest[10]
+    tokens, top = q.shape[0], 0 if chosen is None else chosen.shape[-1]
+    row = 0 if rows is None else rows.shape[-1] * rows.element_size()
+    moved = tokens * (window * cache.shape[-1] * cache.element_size() + top * row)
+    return Work(4 * q.numel() * (window + top), 2 * size_bytes(q, latents) + moved)
 
 
 CACHED_SELECTED_ATTENTION = define(
     "cached_selected_attention(Tensor q, Tensor latents, Tensor(a!) cache, Tensor query_start, Tensor seq_len, "
     "Tensor block_table, Tensor slot, Tensor? rows, Tensor? written, Tensor? rows_table, Tensor? chosen, "
-    "Tensor? sinks, float scale, int window) -> Tensor",
+    "Tensor? sinks, float scale, int window, int[] form=[], int[] rows_form=[]) -> Tensor",
     reference=_cached_selected_attention,
     fake=lambda q, *rest: torch.empty_like(q),
     work=_cached_selected_attention_work,
 )
 """The same of packed requests: q [T, H, D], latents [T, D], cache [pages, page, D] of the window, rows [pages, page /
 ratio, D] with their page table, written i64[T] what `write_rows` gave -> [T, H, D]. Writes the new latents. A token of
-slot -1 gives 0, or anything finite where there are sinks."""
+slot -1 gives 0, or anything finite where there are sinks. Latents and their cache may be packed in a form, rows in
+rows_form (`ops/packed.py`)."""
