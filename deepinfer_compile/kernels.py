@@ -43,6 +43,7 @@ TRITON_POINTERS = {
     torch.bool: "*i1",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
 }
 """What Triton calls a pointer to elements of a type."""
 MAX_ALIGN = 16

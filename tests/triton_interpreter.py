@@ -166,13 +166,18 @@ def run_all(spec: AnySpec, params: Any, config: Any, arguments: Mapping[str, Any
             getattr(module, launch.entry)[grid](*values_of(spec.name, launch, tensors))
     for name, (whole, inner) in guarded.items():
         edges = torch.cat((whole[:GUARD], whole[GUARD + inner.numel() :]))
-        kept = edges.isnan() if edges.is_floating_point() else edges == POISON
+        kept = edges.isnan() if edges.is_floating_point() else edges == poison(edges.dtype)
         assert kept.all(), f"{name} was written outside"
     return {name: inner for name, (_, inner) in guarded.items()}
+
+
+def poison(dtype: torch.dtype) -> float:
+    """What memory holds before a kernel runs."""
+    return torch.nan if dtype.is_floating_point else 0xA5 if dtype == torch.uint8 else POISON
 
 
 def _poisoned(buffer: Buffer, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     shape = [evaluate(e, tensors) for e in buffer.shape]
     dtype = getattr(torch, buffer.dtype)
-    whole = torch.full((prod(shape) + 2 * GUARD,), torch.nan if dtype.is_floating_point else POISON, dtype=dtype)
+    whole = torch.full((prod(shape) + 2 * GUARD,), poison(dtype), dtype=dtype)
     return whole, whole[GUARD : GUARD + prod(shape)].view(shape)

@@ -4,7 +4,7 @@ Scores go to memory, as a line of fp32 a token; then a threshold is found by hal
 of (score, then the lower row), so that ties need no pass of their own and exactly as many rows as asked for lie above.
 A line is read some twenty times, out of the caches; sorting it, or a histogram of it, costs more than that. With
 candidates a line holds the scores of their rows only, in the order of the list, whose blocks are taken to be distinct,
-as this kernel makes them.
+as this kernel makes them. Keys that are packed become numbers as they are read.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from deepinfer_compile.kernels import (
     next_power_of_2,
     side_by_side,
 )
+from deepinfer_compile.ops.packed import FORMS, row_bytes
 from deepinfer_compile.ops.registry import Work
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.templates.select_rows.arguments import plan
@@ -47,7 +48,8 @@ CHOOSING = ((1024, 4), (2048, 8), (4096, 16))
 @dataclass(frozen=True)
 class Params:
     """width: elements of a key. page: rows of a page. ratio, top, block, blocks: as in the operation. limit: candidates
-    of a token, 0 where there are none. align: elements, of which every row starts at a multiple."""
+    of a token, 0 where there are none. align: elements, of which every row starts at a multiple. form: of packed keys,
+    whose rows start at multiples of `bytes_align` bytes."""
 
     heads: int
     width: int
@@ -61,8 +63,12 @@ class Params:
     dtype: torch.dtype
     weights_dtype: torch.dtype
     align: int
+    form: tuple[int, ...] = ()
+    bytes_align: int = 1
 
     def __post_init__(self) -> None:
+        if self.form and (self.form not in FORMS or self.width % self.form[1]):
+            raise ValueError(f"keys of {self.width} in the form {self.form}")
         if min(self.heads, self.width, self.page, self.ratio, self.top, self.block) < 1:
             raise ValueError(f"{self.heads} heads of {self.width}, ratio {self.ratio}, {self.top} rows")
         if min(self.limit, self.blocks) < 0:
@@ -87,13 +93,16 @@ def bind(call: Call) -> Params | Refused:
     """Params of a call of cached_select_rows."""
     given = call.arguments
     q, weights, keys, candidates = (given[name] for name in ("q", "weights", "keys", "candidates"))
-    if q.dtype not in DTYPES or keys.dtype != q.dtype or weights.dtype not in DTYPES:
+    form = tuple(given["form"] or ())
+    if q.dtype not in DTYPES or keys.dtype != stored_type(q.dtype, form) or weights.dtype not in DTYPES:
         return Refused(f"{q.dtype} queries with {keys.dtype} keys and {weights.dtype} weights")
     sizes = (*q.shape[1:], *keys.shape[1:], *(() if candidates is None else candidates.shape[1:]))
     if not all(isinstance(n, int) and n > 0 for n in sizes):
         return Refused("its head count, width or number of candidates is not fixed")
     if q.shape[1] > MOST_HEADS or q.shape[2] > WIDEST:
         return Refused(f"{q.shape[1]} heads of {q.shape[2]} elements, more than {MOST_HEADS} of {WIDEST}")
+    if form and (form not in FORMS or keys.shape[2] != row_bytes(q.shape[2], form)):
+        return Refused(f"keys of {keys.shape[2]} bytes for {q.shape[2]} elements in the form {form}")
     if given["top"] < 1 or (given["block"] < 1 and (candidates is not None or given["blocks"] > 0)):
         return Refused(f"a choice of {given['top']} rows, blocks of {given['block']}")
     if candidates is not None and candidates.shape[1] > LONGEST:
@@ -113,8 +122,15 @@ def bind(call: Call) -> Params | Refused:
         scale=float(given["scale"]),
         dtype=q.dtype,
         weights_dtype=weights.dtype,
-        align=alignment(q, keys),
+        align=alignment(q) if form else alignment(q, keys),
+        form=form,
+        bytes_align=alignment(keys) if form else 1,
     )
+
+
+def stored_type(dtype: torch.dtype, form: tuple[int, ...]) -> torch.dtype:
+    """Of what a cache of rows holds."""
+    return torch.uint8 if form else dtype
 
 
 def _tile(number: int) -> int:
@@ -122,7 +138,9 @@ def _tile(number: int) -> int:
 
 
 def _step(params: Params) -> int:
-    """Elements multiplied at a time: in fp32, where both sides lie in registers, a few."""
+    """Elements multiplied at a time: in fp32, where both sides lie in registers, a few; all of what is packed."""
+    if params.form:
+        return max(SMALLEST_TILE, next_power_of_2(params.width // params.form[1]) * params.form[1])
     return min(_tile(params.width), 32 if params.dtype == torch.float32 else WIDEST)
 
 
@@ -142,7 +160,7 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
     wanted = 2 * limits.cores // max(1, tokens)
     pieces = next((n for n in PIECES if n >= wanted), PIECES[-1])
     block_s, choose_warps = [pair for pair in CHOOSING if pair[1] <= limits.max_warps][-1]
-    for block_n, stages, warps in product((64, 32), (3, 2, 1), (4, 8, 2)):
+    for block_n, stages, warps in product((64, 32, 16), (3, 2, 1), (4, 8, 2)):
         config = Config(block_n, _step(params), pieces, warps, stages, block_s, choose_warps)
         if _is_legal(params, config, limits):
             return config
@@ -151,7 +169,7 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
 
 def space(params: Params, limits: Limits) -> Iterator[Config]:
     """Every legal Config in a fixed order."""
-    scoring = product((32, 64, 128), PIECES, (2, 4, 8), (1, 2, 3))
+    scoring = product((16, 32, 64, 128), PIECES, (2, 4, 8), (1, 2, 3))
     for (block_n, pieces, warps, stages), (block_s, choose_warps) in product(scoring, CHOOSING):
         config = Config(block_n, _step(params), pieces, warps, stages, block_s, choose_warps)
         if _is_legal(params, config, limits):
@@ -163,7 +181,8 @@ def work(params: Params, new: Sequence[int], lengths: Sequence[int]) -> Work:
     tokens, context, heads = sum(new), sum(lengths), params.heads
     flops = 2 * tokens * heads * params.width * context // (params.ratio * max(1, len(lengths)))
     given = tokens * heads * (params.width * params.dtype.itemsize + params.weights_dtype.itemsize)
-    return Work(flops, given + context // params.ratio * params.width * params.dtype.itemsize)
+    row = row_bytes(params.width, params.form) if params.form else params.width * params.dtype.itemsize
+    return Work(flops, given + context // params.ratio * row)
 
 
 def _case(name: str, new: tuple[int, ...], lengths: tuple[int, ...], ratio: int, **changes: Any) -> Case[Params]:
@@ -173,6 +192,7 @@ def _case(name: str, new: tuple[int, ...], lengths: tuple[int, ...], ratio: int,
 
 
 BF16 = {"dtype": torch.bfloat16, "width": 32, "align": 16, "heads": 8}
+KEYS = (4, 32, 1)
 V41 = {"heads": 32, "width": 128, "top": 512, "block": 8, "scale": 2**-4, "dtype": torch.bfloat16, "align": 16}
 CASES = (
     _case("one", (1,), (1,), 1, heads=1, width=12, top=1, blocks=0),
@@ -183,7 +203,10 @@ CASES = (
     _case("verify", (3, 1, 4), (2, 64, 130), 4, width=24, align=8, heads=17),
     _case("prompts", (12, 1, 0, 9), (100, 1, 65, 9), 1, top=20, block=8, blocks=3),
     _case("chunk", (9, 3), (150, 3), 2, weights_dtype=torch.bfloat16, limit=20, block=2, blocks=0, **BF16),
+    _case("packed", (1, 2, 1), (127, 3, 300), 2, top=40, blocks=6, width=96, align=8, form=KEYS),
+    _case("bytes", (4, 1), (150, 64), 1, limit=20, block=2, blocks=0, **{**BF16, "width": 64}, form=(8, 32, 1)),
     _case("typical", (1,) * 64, (32768,) * 64, 4, blocks=2048, **V41),
+    _case("stored", (1,) * 64, (32768,) * 64, 2, blocks=2048, **V41, form=KEYS, bytes_align=4),
     _case("narrow", (1,) * 64, (32768,) * 64, 4, limit=2048, blocks=0, **V41),
     _case("prefill", (2048,), (8192,), 4, blocks=2048, **V41),
     _case("largest", (1,) * 64, (131072,) * 64, 1, blocks=2048, **V41),

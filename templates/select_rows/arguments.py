@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepinfer_compile.kernels import pointer, type_name
+from deepinfer_compile.ops.packed import row_bytes
 from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, LaunchPlan, Operand
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ def plan(params: Params, config: Config) -> LaunchPlan:
     )
 
 
+def _row(params: Params) -> int:
+    """Elements of a key as it is stored."""
+    return row_bytes(params.width, params.form) if params.form else params.width
+
+
 def _line(params: Params) -> Expr:
     """Scores of a token: of all rows that its pages have room for, or of its candidate blocks."""
     return params.limit * params.block if params.limit else ("mul", ("size", "block_table", 1), params.page)
@@ -48,7 +54,7 @@ def _operands(params: Params) -> tuple[Operand, ...]:
     found = [
         Operand("q", name, (None, params.heads, params.width)),
         Operand("weights", type_name(params.weights_dtype), (None, params.heads)),
-        Operand("keys", name, (None, params.page, params.width), packed=2),
+        Operand("keys", "uint8" if params.form else name, (None, params.page, _row(params)), packed=2),
         Operand("written", "int64", (None,)),
         Operand("query_start", "int32", (None,)),
         Operand("seq_len", "int32", (None,)),
@@ -71,7 +77,7 @@ def _score_arguments(params: Params) -> tuple[Argument, ...]:
     return (
         pointer("q", dtype, align),
         pointer("weights", params.weights_dtype, 1),
-        pointer("keys", dtype, align),
+        pointer("keys", torch.uint8, params.bytes_align) if params.form else pointer("keys", dtype, align),
         *_batch(params, "query_start", "seq_len", "block_table"),
         pointer("scores", torch.float32),
         Argument("requests", "i32", ("size", "seq_len", 0)),
@@ -79,7 +85,7 @@ def _score_arguments(params: Params) -> tuple[Argument, ...]:
         _stride("q_token", "q", 0, align),
         _stride("q_head", "q", 1, align),
         _stride("weights_token", "weights", 0, 1),
-        _stride("keys_page", "keys", 0, align),
+        _stride("keys_page", "keys", 0, params.bytes_align if params.form else align),
         _stride("table_row", "block_table", 0, 1),
         *([_stride("candidates_token", "candidates", 0, 1)] if params.limit else []),
     )

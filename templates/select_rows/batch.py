@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from deepinfer_compile.kernels import Case
-from deepinfer_compile.templates.write_rows.batch import Pages, drawn, paged, spread
+from deepinfer_compile.ops.packed import PACK_ROWS, row_bytes
+from deepinfer_compile.templates.write_rows.batch import LARGEST, Pages, drawn, paged, spread
 
 if TYPE_CHECKING:
     from deepinfer_compile.templates.select_rows import Params
@@ -19,10 +20,13 @@ def batch(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
     """Operands of cached_select_rows: small whole numbers, and quarters for the weights."""
     p, tokens = case.params, sum(case.new)
     pages = paged(case.new, case.lengths, p.page * p.ratio, generator)
-    keys = pages.blank(p.page, p.width, dtype=p.dtype)
+    row = row_bytes(p.width, p.form) if p.form else p.width
+    keys = pages.blank(p.page, row, dtype=torch.uint8 if p.form else p.dtype)
     for length, places in zip(case.lengths, pages.places):
         where = places[p.ratio - 1 :: p.ratio][: length // p.ratio] // p.ratio
-        keys[where // p.page, where % p.page] = drawn((len(where), p.width), p.dtype, generator).round_()
+        made = drawn((len(where), p.width), p.dtype, generator).round_()
+        made = PACK_ROWS.reference(made, p.form, LARGEST[p.form[0]], 1.0) if p.form else made
+        keys[where // p.page, where % p.page] = made
     weights = spread((tokens,), p.heads, p.align, p.weights_dtype, generator).mul_(4).round_().div_(4)
     return {
         "q": spread((tokens, p.heads), p.width, p.align, p.dtype, generator).round_(),
@@ -38,6 +42,7 @@ def batch(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
         "top": p.top,
         "block": p.block,
         "blocks": p.blocks,
+        "form": list(p.form),
     }
 
 

@@ -25,6 +25,7 @@ from deepinfer_compile.kernels import (
     next_power_of_2,
     side_by_side,
 )
+from deepinfer_compile.ops.packed import FORMS, row_bytes
 from deepinfer_compile.ops.registry import Work
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.templates.selected_attention.arguments import plan
@@ -42,7 +43,8 @@ MOST_PIECES = 16
 @dataclass(frozen=True)
 class Params:
     """width: elements of a latent. page, rows_page: tokens and rows of a page, the latter 0 without rows. top: rows of
-    a list. sinks: whether there are sink logits. align: elements, of which every row starts at a multiple."""
+    a list. sinks: whether there are sink logits. align: elements, of which every row starts at a multiple. form,
+    rows_form: of latents and rows that are packed, which start at multiples of `bytes_align` bytes."""
 
     heads: int
     width: int
@@ -55,10 +57,20 @@ class Params:
     sinks_dtype: torch.dtype
     dtype: torch.dtype
     align: int
+    form: tuple[int, ...] = ()
+    rows_form: tuple[int, ...] = ()
+    bytes_align: int = 1
 
     def __post_init__(self) -> None:
+        for form in (self.form, self.rows_form):
+            if form and (form not in FORMS or self.width % form[1]):
+                raise ValueError(f"latents of {self.width} in the form {form}")
         if min(self.heads, self.width, self.page, self.window) < 1 or (self.rows_page > 0) != (self.top > 0):
             raise ValueError(f"{self.heads} heads of {self.width}, window {self.window}, {self.top} rows")
+
+    def stored(self, form: tuple[int, ...]) -> int:
+        """Elements of a latent or row as it is stored."""
+        return row_bytes(self.width, form) if form else self.width
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,8 @@ def bind(call: Call) -> Params | Refused:
     reason = _unfit(call)
     if reason:
         return Refused(reason)
+    form, rows_form = (tuple(given[name] or ()) for name in ("form", "rows_form"))
+    held = ((form, given["latents"]), (form, cache), (rows_form, rows))
     return Params(
         heads=q.shape[1],
         width=q.shape[2],
@@ -91,7 +105,10 @@ def bind(call: Call) -> Params | Refused:
         sinks=sinks is not None,
         sinks_dtype=q.dtype if sinks is None else sinks.dtype,
         dtype=q.dtype,
-        align=alignment(q, given["latents"], cache, rows),
+        align=alignment(q, *(t for packed, t in held if not packed)),
+        form=form,
+        rows_form=rows_form,
+        bytes_align=alignment(*(t for packed, t in held if packed)) if form or rows_form else 1,
     )
 
 
@@ -100,8 +117,12 @@ def _unfit(call: Call) -> str:
     given = call.arguments
     q, cache, rows, chosen, sinks = (given[name] for name in ("q", "cache", "rows", "chosen", "sinks"))
     latents = {n: given[n] for n in ("q", "latents", "cache", "rows") if given[n] is not None}
-    if q.dtype not in DTYPES or any(t.dtype != q.dtype for t in latents.values()):
+    forms = {"latents": given["form"], "cache": given["form"], "rows": given["rows_form"]}
+    if q.dtype not in DTYPES or any(t.dtype != stored_type(q.dtype, forms.get(n)) for n, t in latents.items()):
         return f"{q.dtype} queries with a {cache.dtype} cache"
+    for name, form in forms.items():
+        if name in latents and form and (tuple(form) not in FORMS or latents[name].shape[-1] != row_bytes(q.shape[2], form)):
+            return f"{name} of {latents[name].shape[-1]} bytes for {q.shape[2]} elements in the form {form}"
     if sinks is not None and sinks.dtype not in DTYPES:
         return f"sinks of {sinks.dtype}"
     if len({given[name] is None for name in ("rows", "written", "rows_table", "chosen")}) > 1:
@@ -115,6 +136,11 @@ def _unfit(call: Call) -> str:
         return f"a window of {given['window']} tokens or a list of more than {LONGEST} rows"
     apart = [name for name, t in latents.items() if not side_by_side(t)]
     return f"the elements of {apart[0]!r} rows do not lie side by side" if apart else ""
+
+
+def stored_type(dtype: torch.dtype, form: Sequence[int] | None) -> torch.dtype:
+    """Of what a cache of latents holds."""
+    return torch.uint8 if form else dtype
 
 
 def _tile(number: int) -> int:
@@ -181,12 +207,15 @@ def space(params: Params, limits: Limits) -> Iterator[Config]:
 def work(params: Params, new: Sequence[int], lengths: Sequence[int]) -> Work:
     """What a token sees is read once for all its heads; queries, new latents and results are moved once."""
     tokens, ratio = sum(new), params.page // params.rows_page if params.rows_page else 1
-    keys = 0
+    near, keys = 0, 0
     for count, length in zip(new, lengths):
         for position in range(max(0, length - count), length):
-            keys += min(position + 1, params.window) + min((position + 1) // ratio, params.top)
-    moved = keys + tokens * (2 * params.heads + 2)
-    return Work(4 * params.heads * params.width * keys, moved * params.width * params.dtype.itemsize)
+            near += min(position + 1, params.window)
+            keys += min((position + 1) // ratio, params.top)
+    each = [params.stored(f) * (1 if f else params.dtype.itemsize) for f in (params.form, params.rows_form)]
+    moved = tokens * 2 * params.heads * params.width * params.dtype.itemsize
+    moved += (near + 2 * tokens) * each[0] + keys * each[1]
+    return Work(4 * params.heads * params.width * (near + keys), moved)
 
 
 def _case(name: str, new: tuple[int, ...], lengths: tuple[int, ...], **changes: Any) -> Case[Params]:
@@ -208,7 +237,11 @@ CASES = (
     _case("verify", (3, 1, 8, 11), (2, 64, 70, 130), top=5, heads=6),
     _case("prompts", (70, 1, 0, 33), (100, 1, 65, 33), width=12, heads=2),
     _case("chunk", (19, 9), (150, 9), heads=6, top=50, sinks_dtype=torch.bfloat16, **BF16),
+    _case("packed", (1, 2, 1), (70, 2, 131), width=96, heads=5, form=(8, 32, 1), rows_form=(4, 16, 0), align=8),
+    _case("bytes", (3, 1), (150, 0), rows_form=(8, 16, 0), **BF16),
+    _case("stored", (2, 1), (65, 4), window=40, form=(4, 32, 1), **ALONE, **BF16),
     _case("typical", (1,) * 64, (4096,) * 64, **V41),
+    _case("published", (1,) * 64, (4096,) * 64, **V41, form=(8, 32, 1), rows_form=(4, 16, 0), bytes_align=16),
     _case("prefill", (4096,), (8192,), **V41),
     _case("largest", (1,) * 256, (65536,) * 256, **{**V41, "heads": 128}),
 )

@@ -40,10 +40,12 @@ def plan(params: Params, config: Config) -> LaunchPlan:
 
 def _operands(params: Params) -> tuple[Operand, ...]:
     name, width = type_name(params.dtype), params.width
+    near, far = ("uint8" if form else name for form in (params.form, params.rows_form))
+    stored, rows = params.stored(params.form), params.stored(params.rows_form)
     found = [
         Operand("q", name, (None, params.heads, width)),
-        Operand("latents", name, (None, width)),
-        Operand("cache", name, (None, params.page, width), packed=2),
+        Operand("latents", near, (None, stored)),
+        Operand("cache", near, (None, params.page, stored), packed=2),
         Operand("query_start", "int32", (None,)),
         Operand("seq_len", "int32", (None,)),
         Operand("block_table", "int32", (None, None)),
@@ -51,7 +53,7 @@ def _operands(params: Params) -> tuple[Operand, ...]:
     ]
     if params.rows_page:
         found += [
-            Operand("rows", name, (None, params.rows_page, width), packed=2),
+            Operand("rows", far, (None, params.rows_page, rows), packed=2),
             Operand("written", "int64", (None,)),
             Operand("rows_table", "int32", (None, None)),
             Operand("chosen", "int32", (None, params.top)),
@@ -69,19 +71,26 @@ def _stride(name: str, tensor: str, dimension: int, align: int) -> Argument:
     return Argument(name, "i64", ("stride", tensor, dimension), align)
 
 
+def _held(params: Params, form: tuple[int, ...]) -> tuple[torch.dtype, int]:
+    """Type and alignment of latents or rows as they are stored."""
+    return (torch.uint8, params.bytes_align) if form else (params.dtype, params.align)
+
+
 def _store_arguments(params: Params) -> tuple[Argument, ...]:
+    held = _held(params, params.form)
     return (
-        pointer("latents", params.dtype, params.align),
-        pointer("cache", params.dtype, params.align),
+        pointer("latents", *held),
+        pointer("cache", *held),
         pointer("slot", torch.int64, 1),
-        _stride("latents_token", "latents", 0, params.align),
-        _stride("cache_page", "cache", 0, params.align),
+        _stride("latents_token", "latents", 0, held[1]),
+        _stride("cache_page", "cache", 0, held[1]),
     )
 
 
 def _attend_arguments(params: Params, config: Config) -> tuple[Argument, ...]:
     dtype, align = params.dtype, params.align
-    found = [pointer("q", dtype, align), pointer("cache", dtype, align)]
+    near, far = _held(params, params.form), _held(params, params.rows_form)
+    found = [pointer("q", dtype, align), pointer("cache", *near)]
     found += [pointer(n, torch.int32, 1) for n in ("query_start", "seq_len", "block_table")]
     found.append(pointer("slot", torch.int64, 1))
     steps = [
@@ -89,11 +98,11 @@ def _attend_arguments(params: Params, config: Config) -> tuple[Argument, ...]:
         _stride("q_token", "q", 0, align),
         _stride("q_head", "q", 1, align),
         _stride("table_row", "block_table", 0, 1),
-        _stride("cache_page", "cache", 0, align),
+        _stride("cache_page", "cache", 0, near[1]),
     ]
     if params.rows_page:
-        found += [pointer("rows", dtype, align), *(pointer(n, torch.int32, 1) for n in ("rows_table", "chosen"))]
-        steps += [_stride("rows_table_row", "rows_table", 0, 1), _stride("rows_step", "rows", 0, align)]
+        found += [pointer("rows", *far), *(pointer(n, torch.int32, 1) for n in ("rows_table", "chosen"))]
+        steps += [_stride("rows_table_row", "rows_table", 0, 1), _stride("rows_step", "rows", 0, far[1])]
         steps.append(_stride("chosen_token", "chosen", 0, 1))
     if config.pieces > 1:
         return (*found, pointer("part", torch.float32), pointer("part_lse", torch.float32), *steps)

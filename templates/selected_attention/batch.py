@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_compile.kernels import Case
-from deepinfer_compile.templates.write_rows.batch import Pages, drawn, paged, spread
+from deepinfer_compile.templates.write_rows.batch import Pages, drawn_rows, paged, spread
 
 if TYPE_CHECKING:
     from deepinfer_compile.templates.selected_attention import Params
@@ -18,13 +18,16 @@ def batch(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
     """Operands of cached_selected_attention. The rows lie on other pages than the window."""
     p, tokens = case.params, sum(case.new)
     pages = paged(case.new, case.lengths, p.page, generator, p.window - 1)
-    cache = pages.blank(p.page, p.width, dtype=p.dtype)
+    cache = pages.blank(p.page, p.stored(p.form), dtype=_type(p, p.form))
     for count, length, places in zip(case.new, case.lengths, pages.places):
         old = max(0, length - count)
-        _fill(cache, places[max(0, old - p.window + 1) : old], generator)
+        _fill(cache, places[max(0, old - p.window + 1) : old], p, p.form, generator)
+    latents = spread((tokens,), p.stored(p.form), p.bytes_align if p.form else p.align, cache.dtype, generator)
+    if p.form:
+        latents.copy_(drawn_rows((tokens, p.width), cache.dtype, p.form, generator))
     found = {
         "q": spread((tokens, p.heads), p.width, p.align, p.dtype, generator),
-        "latents": spread((tokens,), p.width, p.align, p.dtype, generator),
+        "latents": latents,
         "cache": cache,
         "query_start": pages.query_start,
         "seq_len": pages.seq_len,
@@ -34,21 +37,26 @@ def batch(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
     }
     found |= _rows(case, generator) if p.rows_page else {}
     sinks = torch.randn(p.heads, generator=generator).to(p.sinks_dtype) if p.sinks else None
-    return {**found, "sinks": sinks, "scale": p.scale, "window": p.window}
+    forms = {"form": list(p.form), "rows_form": list(p.rows_form)}
+    return {**found, "sinks": sinks, "scale": p.scale, "window": p.window, **forms}
 
 
-def _fill(cache: Tensor, where: Tensor, generator: torch.Generator) -> None:
-    size, width = cache.shape[1:]
-    cache[where // size, where % size] = drawn((len(where), width), cache.dtype, generator)
+def _type(p: Params, form: tuple[int, ...]) -> torch.dtype:
+    return torch.uint8 if form else p.dtype
+
+
+def _fill(cache: Tensor, where: Tensor, p: Params, form: tuple[int, ...], generator: torch.Generator) -> None:
+    size = cache.shape[1]
+    cache[where // size, where % size] = drawn_rows((len(where), p.width), cache.dtype, form, generator)
 
 
 def _rows(case: Case[Params], generator: torch.Generator) -> dict[str, Tensor]:
     p = case.params
     pages = paged(case.new, case.lengths, p.page, generator)
     ratio = p.page // p.rows_page
-    rows = pages.blank(p.rows_page, p.width, dtype=p.dtype)
+    rows = pages.blank(p.rows_page, p.stored(p.rows_form), dtype=_type(p, p.rows_form))
     for length, places in zip(case.lengths, pages.places):
-        _fill(rows, places[ratio - 1 :: ratio][: length // ratio] // ratio, generator)
+        _fill(rows, places[ratio - 1 :: ratio][: length // ratio] // ratio, p, p.rows_form, generator)
     chosen = _chosen(case, pages, ratio, generator)
     return {"rows": rows, "written": pages.slot, "rows_table": pages.table, "chosen": chosen}
 

@@ -32,6 +32,8 @@ from deepinfer_compile.runtime.launch import Argument, Buffer, Expr, Launch, Lau
 from deepinfer_compile.templates.write_rows.batch import paged, spread
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.int64)
+BYTES = torch.uint8
+"""Of rows that are packed."""
 WIDEST = 4096
 """Elements of a row, which lies in the registers of a program."""
 MANY = 1024
@@ -64,7 +66,7 @@ class Config:
 def bind(call: Call) -> Params | Refused:
     """Params of a call of write_rows."""
     rows, cache = call.arguments["rows"], call.arguments["cache"]
-    if rows.dtype not in DTYPES or cache.dtype != rows.dtype:
+    if rows.dtype not in (*DTYPES, BYTES) or cache.dtype != rows.dtype:
         return Refused(f"{rows.dtype} rows with a {cache.dtype} cache")
     if rows.dim() != 2 or cache.dim() != 3 or not all(isinstance(n, int) for n in (rows.shape[1], *cache.shape[1:])):
         return Refused("its rows have no one fixed width")
@@ -150,6 +152,7 @@ CASES = (
     _case("every", (3, 0, 70), (3, 5, 100), 1, width=12),
     _case("padding", (3, 1, 70, 1), (2, 8, 100, 0), 2, width=24, dtype=torch.bfloat16, align=8),
     _case("numbers", (9, 0, 5), (67, 0, 128), 4, width=1, dtype=torch.int64, align=1),
+    _case("packed", (9, 0, 70), (67, 0, 100), 2, width=68, dtype=BYTES),
     _case("steps", (1,) * 9, (4, 5, 8, 63, 64, 65, 0, 12, 128), 4, width=8, align=8),
     _case("wide", (33, 2), (40, 66), 4, width=96, **BF16),
     _case("typical", (1,) * 64, (4096,) * 64, 4, width=512, **BF16),
@@ -170,6 +173,6 @@ SPECS = (
         work=work,
         cases=CASES,
         inputs=inputs,
-        tolerance=dict.fromkeys(DTYPES, 0.0),
+        tolerance=dict.fromkeys((*DTYPES, BYTES), 0.0),
     ),
 )

@@ -9,8 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepinfer_compile.ops.packed import PACK_ROWS
+
 POISON = -(1 << 30)
 """What stands for NaN among whole numbers."""
+BYTE_POISON = 0x7F
+"""The same of bytes: the largest number of either sort of scale but one, NaN as an e4m3 number."""
+LARGEST = {4: 6.0, 8: 448.0}
+"""Of the numbers of a packed row, by their bits."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Pages:
 
     def blank(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """A cache [pages, *shape] of poison."""
-        return torch.full((self.count, *shape), math.nan if dtype.is_floating_point else POISON, dtype=dtype)
+        return torch.full((self.count, *shape), poison(dtype), dtype=dtype)
 
 
 def paged(
@@ -57,8 +63,7 @@ def paged(
 def spread(shape: tuple[int, ...], width: int, align: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """Random [*shape, width] inside poison, its rows at odd multiples of `align`. Whole numbers are up to 1000."""
     gap = (-(-width // align) | 1) * align
-    poison = math.nan if dtype.is_floating_point else POISON
-    wide = torch.full((*shape[:-1], shape[-1] + 1, gap), poison, dtype=dtype)
+    wide = torch.full((*shape[:-1], shape[-1] + 1, gap), poison(dtype), dtype=dtype)
     found: Tensor = wide[..., 1:, :width]
     return found.copy_(drawn((*shape, width), dtype, generator))
 
@@ -68,3 +73,18 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
     return torch.randint(1000, shape, generator=generator).to(dtype)
+
+
+def drawn_rows(shape: tuple[int, ...], dtype: torch.dtype, form: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Random rows [..., D] as a cache holds them: of a type, or packed in a form."""
+    if not form:
+        return drawn(shape, dtype, generator)
+    rows = torch.randn(shape, generator=generator)
+    return PACK_ROWS.reference(rows, form, LARGEST[form[0]], 1e-4)  # type: ignore[no-any-return]
+
+
+def poison(dtype: torch.dtype) -> float:
+    """What a kernel must not read."""
+    if dtype == torch.uint8:
+        return BYTE_POISON
+    return math.nan if dtype.is_floating_point else POISON
