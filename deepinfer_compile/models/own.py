@@ -25,6 +25,7 @@ from deepinfer_compile.models.deepseek_v41.config import DeepseekV41Config
 from deepinfer_compile.models.deepseek_v41.engram import normalised_map, plain_map
 from deepinfer_compile.models.deepseek_v41.layers import boundary, kv_bytes_per_token
 from deepinfer_compile.models.deepseek_v41.model import DeepseekV41
+from deepinfer_compile.models.deepseek_v41.storage import PLAIN, PUBLISHED, Forms
 from deepinfer_compile.plan.shape import Shape
 
 
@@ -66,7 +67,7 @@ def deepseek_v41(raw: Mapping[str, Any]) -> Own:
     """DeepSeek-V4.1, the text part."""
     config = DeepseekV41Config.read(raw)
     with torch.device("meta"):
-        model = DeepseekV41(config, plain_map(config)).eval().to(torch.bfloat16).requires_grad_(False)
+        model = DeepseekV41(config, plain_map(config), cache_forms(raw)).eval().to(torch.bfloat16).requires_grad_(False)
     edge = boundary(config)
     return Own(
         name=type(model).__name__,
@@ -77,6 +78,13 @@ def deepseek_v41(raw: Mapping[str, Any]) -> Own:
         kv_bytes=kv_bytes_per_token(config),
         backtrack=config.dspark_block_size + 1 if config.num_nextn_predict_layers else 0,
     )
+
+
+def cache_forms(raw: Mapping[str, Any]) -> Forms:
+    """How caches hold their rows: in the published formats, on whose grids the release was trained, where the
+    configuration says that its weights are quantized; else as they are computed."""
+    text: Mapping[str, Any] = raw.get("text_config") or {}
+    return PUBLISHED if raw.get("quantization_config") or text.get("quantization_config") else PLAIN
 
 
 def traffic(raw: Mapping[str, Any]) -> Shape | None:
@@ -102,7 +110,7 @@ def read_folder(folder: Path, dtype: str) -> tuple[nn.Module, int] | None:
         return None
     config = DeepseekV41Config.read(raw)
     wanted = dtype if dtype != "auto" else str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
-    model = DeepseekV41(config, _token_map(config, folder)).eval().to(getattr(torch, wanted)).requires_grad_(False)
+    model = DeepseekV41(config, _token_map(config, folder), cache_forms(raw)).eval().to(getattr(torch, wanted)).requires_grad_(False)
     found = Checkpoint.open(folder)
     own = dict(model.named_parameters())
     if own.keys() <= found.names():

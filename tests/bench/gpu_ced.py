@@ -1,8 +1,9 @@
 """A causal encoder-decoder of published widths as a bundle: prompts with and without replay, and decode steps.
 
 DeepSeek-V4.1's widths, 12 layers (6 below the boundary, 6 above it; every role of keys and of choices), 64 experts,
-small memory tables, bf16, random weights. `python -m tests.bench.gpu_ced OUT` builds both bundles without a GPU, for
-BENCH_CED, and that of `gpu_resume`; `python -m tests.bench.bench_gpu ced` measures them, or builds them first.
+small memory tables, bf16, random weights. Caches hold bf16 too, in the mode `packed` the published bytes. `python -m
+tests.bench.gpu_ced OUT` builds the bundles without a GPU, for BENCH_CED, and that of `gpu_resume`; `python -m
+tests.bench.bench_gpu ced` measures them, or builds them first.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from deepinfer_compile.capture import capture
 from deepinfer_compile.models.deepseek_v41.config import DeepseekV41Config
 from deepinfer_compile.models.deepseek_v41.engram import plain_map, table_sizes
 from deepinfer_compile.models.deepseek_v41.model import DeepseekV41
+from deepinfer_compile.models.deepseek_v41.storage import KEYS, PLAIN, PUBLISHED, ROWS, WINDOW, Forms
 from deepinfer_compile.passes.canonicalize import Canonicalize
 from deepinfer_compile.pipeline import Pipeline
 from deepinfer_compile.prefill_work import PrefillWork
@@ -35,6 +37,8 @@ KEEP = 140
 """Rows of a prompt that the decoder reads: a window, and a block of drafts with room to go back."""
 PROMPT, CONTEXT, ROOM, CHUNK, STEPS = 32768, 8192, 33024, 8192, 32
 BATCHES = (1, 128)
+MODES = {"off": (0, PLAIN), "compact": (KEEP, PLAIN), "packed": (KEEP, PUBLISHED)}
+"""Rows that are kept, and how caches hold theirs."""
 SHAPE: dict[str, Any] = {
     "vocab_size": 32768,
     "num_hidden_layers": 12,
@@ -57,23 +61,23 @@ def config(**changes: Any) -> DeepseekV41Config:
     return found.with_(engram_num_embeddings=tuple(sum(sizes) for sizes in table_sizes(found).values()))
 
 
-def make(**changes: Any) -> DeepseekV41:
+def make(forms: Forms = PLAIN, **changes: Any) -> DeepseekV41:
     """The model in bf16, its weights on the meta device."""
     shape = config(**changes)
     with torch.device("meta"):
-        model = DeepseekV41(shape, plain_map(shape)).eval().to(torch.bfloat16).requires_grad_(False)
+        model = DeepseekV41(shape, plain_map(shape), forms).eval().to(torch.bfloat16).requires_grad_(False)
     model.token_map = plain_map(shape)
     return model
 
 
 def build(out: Path, targets: list[str]) -> Path:
-    """Both bundles without weights, and what a prompt costs. Needs no GPU."""
+    """The bundles without weights, and what a prompt costs. Needs no GPU."""
     out.mkdir(parents=True, exist_ok=True)
-    for name, keep in (("off", 0), ("compact", KEEP)):
+    for name, (keep, forms) in MODES.items():
         folder = out / f"{name}.bundle"
-        dc.build(make(), folder, target=targets, weights="none", max_model_len=ROOM, keep=keep)
+        dc.build(make(forms), folder, target=targets, weights="none", max_model_len=ROOM, keep=keep)
     work = PrefillWork(Pipeline((Canonicalize(),)).run(capture(make()))[0]).saving(PROMPT, KEEP)
-    (out / "work.json").write_text(json.dumps({"off": work.whole, "compact": work.inside}))
+    (out / "work.json").write_text(json.dumps({"off": work.whole, "compact": work.inside, "packed": work.inside}))
     return out
 
 
@@ -111,7 +115,7 @@ def ced(rows: Rows) -> None:
         save_weights(folder, "cuda")
         print(f"weights saved in {time.perf_counter() - begin:.0f} s", flush=True)
         work = json.loads((bundles / "work.json").read_text())
-        for mode in ("off", "compact"):
+        for mode in MODES:
             begin = time.perf_counter()
             llm: Any = dc.load(
                 bundles / f"{mode}.bundle",
@@ -122,9 +126,8 @@ def ced(rows: Rows) -> None:
             )
             print(f"{mode}: loaded in {time.perf_counter() - begin:.0f} s", flush=True)
             prompt(rows, llm, mode, work[mode])
-            if mode == "compact":
-                for batch in BATCHES:
-                    decode(rows, llm, batch)
+            for batch in BATCHES if mode != "off" else ():
+                decode(rows, llm, mode, batch)
             del llm
             torch.cuda.empty_cache()
 
@@ -164,7 +167,7 @@ def prompt(rows: Rows, llm: Any, mode: str, flops: int) -> None:
     rows.add(f"ced prompt of {PROMPT}", f"ours, {mode}", us, flops=flops, note=note)
 
 
-def decode(rows: Rows, llm: Any, batch: int) -> None:
+def decode(rows: Rows, llm: Any, mode: str, batch: int) -> None:
     """Steps of one token each behind prompts of CONTEXT tokens."""
     engine, times = llm.engine, []
     # the first requests go on while the last are read
@@ -174,10 +177,10 @@ def decode(rows: Rows, llm: Any, batch: int) -> None:
         engine.step()
         times.append((time.perf_counter() - begin) * 1e6)
     assert engine.alive == batch
-    us, moved = statistics.median(times[4:]), moved_bytes(batch)
+    us, moved = statistics.median(times[4:]), moved_bytes(batch, MODES[mode][1])
     note = f"{us * READ_CEILING / 1e6 / moved:.2f} x the floor, {launches(engine)} launches a step, "
     note += f"prompts read at {batch * CONTEXT / read:.0f} tokens/s"
-    rows.add(f"ced decode B {batch} context {CONTEXT}", "ours", us, moved=moved, note=note)
+    rows.add(f"ced decode B {batch} context {CONTEXT}", f"ours, {mode}", us, moved=moved, note=note)
     _finish(engine)
 
 
@@ -191,19 +194,20 @@ def launches(engine: Any) -> int:
     return sum("Mem" not in event.name for event in seen.events() if event.device_type.name == "CUDA")
 
 
-def moved_bytes(batch: int) -> int:
+def moved_bytes(batch: int, forms: Forms) -> int:
     """What a step must read: weights but tables, experts that even routing hits, windows, chosen rows, index keys."""
     shape, total = config(), 0
     hit = 1 - (1 - shape.num_experts_per_tok / shape.n_routed_experts) ** batch
     for name, weight in make().named_parameters():
         share = hit if ".experts." in name else 0.0 if name.endswith("embed.weight") else 1.0
         total += int(weight.numel() * share) * 2
-    row, key, context = shape.head_dim * 2, shape.index_head_dim * 2, CONTEXT
-    reads = shape.sliding_window * shape.num_hidden_layers + shape.index_topk * sum(
-        r > 0 for r in shape.compress_ratios
-    )
-    keys = sum(context // shape.compress_ratios[i] for i in shape.index_source_layer_ids)
-    return total + batch * (reads * row + keys * key)
+    window, row, key = shape.head_dim * 2, shape.head_dim * 2, shape.index_head_dim * 2
+    if forms is PUBLISHED:
+        window, row, key = WINDOW.nbytes(shape.head_dim), ROWS.nbytes(shape.head_dim), KEYS.nbytes(shape.index_head_dim)
+    reads = shape.index_topk * sum(r > 0 for r in shape.compress_ratios) * row
+    reads += shape.sliding_window * shape.num_hidden_layers * window
+    keys = sum(CONTEXT // shape.compress_ratios[i] for i in shape.index_source_layer_ids)
+    return total + batch * (reads + keys * key)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """A conversation that goes on, on a GPU: rows from the caches' memory, from disk, or computed again.
 
-The causal encoder-decoder of `gpu_ced` with 8 experts, in a bundle that keeps the last rows of prompts. Each
-conversation has so many tokens, of which the last 32 are new. Small steps run as graphs, which are captured when one of
-their size comes for the first time; that time is shown once, apart. What chooses rows looks at every index key, so its
-share, which grows with the conversation, is shown beside the rest of what the device does.
+The causal encoder-decoder of `gpu_ced` with 8 experts and caches in the published bytes, in a bundle that keeps the
+last rows of prompts. Each conversation has so many tokens, of which the last 32 are new. Small steps run as graphs,
+which are captured when one of their size comes for the first time; that time is shown once, apart. What chooses rows
+looks at every index key, so its share, which grows with the conversation, is shown beside the rest of what the device
+does.
 
 BENCH_DISK names a folder on the disk to measure; without it rows lie where temporary files do.
 """
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 import deepinfer_compile as dc
+from deepinfer_compile.models.deepseek_v41.storage import PUBLISHED
 from tests.bench import gpu_ced
 from tests.bench.bench_resume import NEW, ask, leave_memory
 from tests.bench.gpu_bundle import target
@@ -32,7 +34,7 @@ CHOOSING = ("score", "choose")
 
 def build(out: Path, targets: list[str]) -> Path:
     """The bundle without weights. Needs no GPU."""
-    model = gpu_ced.make(n_routed_experts=EXPERTS)
+    model = gpu_ced.make(PUBLISHED, n_routed_experts=EXPERTS)
     dc.build(model, out, target=targets, weights="none", max_model_len=ROOM, keep=gpu_ced.KEEP)
     return out
 

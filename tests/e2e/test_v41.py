@@ -80,13 +80,19 @@ def test_native_generation(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_caches_of_published_forms(tmp_path: Path) -> None:
-    """Rows are rounded where they are made, on the same grids. In fp64, where nothing is near the edge of two."""
+    """Rows are rounded where they are made, on the same grids, and kept as their bytes, also for who asks again. In
+    fp64, where nothing is near the edge of two."""
     model = tiny.make(dtype=torch.float64, forms=PUBLISHED, head_dim=32, index_head_dim=32)
     deepinfer_compile.build(model, tmp_path / "b", native=False)
     llm = deepinfer_compile.load(tmp_path / "b", native=False, max_model_len=128, max_num_batched_tokens=64)
     given = prompts(VOCAB, (5, 40, 77))
     with torch.no_grad():
-        assert bundle_tokens(llm, given, COUNT) == [v41.eager_tokens(model, p, COUNT) for p in given]
+        want = [v41.eager_tokens(model, p, COUNT) for p in given]
+    assert bundle_tokens(llm, given, COUNT) == want
+    assert bundle_tokens(llm, given, COUNT) == want
+    assert llm.prefix_stats.hits > 0
+    stored = [t for t in llm.executor.allocated.values() if t.dtype == torch.uint8]
+    assert len(stored) == 10 + 2 * 3
 
 
 SCRIPT = """
