@@ -110,7 +110,12 @@ def read_folder(folder: Path, dtype: str) -> tuple[nn.Module, int] | None:
         return None
     config = DeepseekV41Config.read(raw)
     wanted = dtype if dtype != "auto" else str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
-    model = DeepseekV41(config, _token_map(config, folder), cache_forms(raw)).eval().to(getattr(torch, wanted)).requires_grad_(False)
+    model = (
+        DeepseekV41(config, _token_map(config, folder), cache_forms(raw))
+        .eval()
+        .to(getattr(torch, wanted))
+        .requires_grad_(False)
+    )
     found = Checkpoint.open(folder)
     own = dict(model.named_parameters())
     if own.keys() <= found.names():

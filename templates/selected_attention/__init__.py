@@ -121,7 +121,11 @@ def _unfit(call: Call) -> str:
     if q.dtype not in DTYPES or any(t.dtype != stored_type(q.dtype, forms.get(n)) for n, t in latents.items()):
         return f"{q.dtype} queries with a {cache.dtype} cache"
     for name, form in forms.items():
-        if name in latents and form and (tuple(form) not in FORMS or latents[name].shape[-1] != row_bytes(q.shape[2], form)):
+        if (
+            name in latents
+            and form
+            and (tuple(form) not in FORMS or latents[name].shape[-1] != row_bytes(q.shape[2], form))
+        ):
             return f"{name} of {latents[name].shape[-1]} bytes for {q.shape[2]} elements in the form {form}"
     if sinks is not None and sinks.dtype not in DTYPES:
         return f"sinks of {sinks.dtype}"

@@ -109,7 +109,9 @@ def plan(params: Params, config: Config) -> LaunchPlan:
 def work(params: Params, new: Sequence[int], lengths: Sequence[int]) -> Work:
     """Bytes are read once and numbers written."""
     rows = sum(new) * params.heads
-    return Work(rows * params.width, rows * (params.width * params.dtype.itemsize + row_bytes(params.width, params.form)))
+    return Work(
+        rows * params.width, rows * (params.width * params.dtype.itemsize + row_bytes(params.width, params.form))
+    )
 
 
 def inputs(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:

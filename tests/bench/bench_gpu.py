@@ -1,7 +1,7 @@
 """The GPU table: kernels, the backend door and a bundle beside what a user would otherwise run.
 
 `python -m tests.bench.bench_gpu --out DIR` measures what DIR does not hold yet, a process a section, and prints the
-table. `... SECTION ...` measures these sections and prints their rows: latent, prompts, experts, ced, resume,
+table. `... SECTION ...` measures these sections and prints their rows: latent, prompts, experts, stored, ced, resume,
 decode:BATCH:CACHE[:WHO ...], prefill:TOKENS[:WHO ...], generate:BATCH[:WHO ...], bundle[:BATCH ...].
 `... --table DIR` prints the table of what DIR holds.
 """
@@ -31,6 +31,7 @@ SECTIONS = (
     "latent",
     "prompts",
     "experts",
+    "stored",
     "ced",
     "resume",
 )
@@ -72,6 +73,8 @@ def run(section: str, rows: Rows, built: Any = None) -> Any:
         gpu_kernels.prompts(rows)
     elif name == "experts":
         gpu_kernels.experts(rows)
+    elif name == "stored":
+        gpu_kernels.stored(rows)
     elif name == "ced":
         gpu_ced.ced(rows)
     elif name == "resume":

@@ -24,6 +24,8 @@ LATENT = (
 PROMPTS = ((1, 8192, 8192), (4, 2048, 2048), (16, 512, 512), (1, 2048, 8192))
 """Requests, new tokens of each, context."""
 TOKENS = (1, 16, 64, 128, 512, 4096)
+STORED = ((1, 1, 8192), (1, 1, 262144), (128, 1, 8192), (1, 64, 65536), (1, 2048, 32768))
+"""Requests, new tokens of each, context."""
 
 
 def graphed(run: Callable[[], Any], repeat: int = 1) -> float:
@@ -157,3 +159,27 @@ def experts(rows: Rows) -> None:
         del times["together"]
         note = f"{hit} hit  " + "  ".join(f"{name} {us:.1f}" for name, us in times.items())
         rows.add(work, "ours", times["all"], note=note, **sizes)
+
+
+def stored(rows: Rows) -> None:
+    """Choice of rows and attention over them at DeepSeek-V4.1's widths, two tokens a row, with caches of bf16 and of
+    the published bytes."""
+    limits = device_limits(torch.device("cuda", 0))
+    assert limits is not None
+    forms = {
+        "cached_selected_attention": {"form": (8, 32, 1), "rows_form": (4, 16, 0), "bytes_align": 16},
+        "cached_select_rows": {"form": (4, 32, 1), "bytes_align": 4},
+    }
+    for spec in (s for s in specs() if s.op.name in forms):
+        usual = next(c.params for c in spec.cases if c.name == "typical")
+        page = {"rows_page": 32} if hasattr(usual, "rows_page") else {"page": 32, "ratio": 2}
+        for batch, new, keys in STORED:
+            counts = ((new,) * batch, (keys,) * batch)
+            for who, changes in (("bf16", {}), ("bytes", forms[spec.op.name])):
+                params = replace(usual, **page, **changes)
+                given = operands(spec, params, *counts)
+                times = measure(spec, params, spec.default(params, limits, batch * new), given)
+                size = spec.work(params, *counts)
+                note = "  ".join(f"{name} {us:.1f}" for name, us in times.items())
+                work = f"{spec.name} B {batch} T {new} S {keys}"
+                rows.add(work, f"ours, {who}", times["all"], moved=size.bytes, flops=size.flops, note=note)

@@ -91,7 +91,7 @@ def test_caches_of_published_forms(tmp_path: Path) -> None:
     assert bundle_tokens(llm, given, COUNT) == want
     assert bundle_tokens(llm, given, COUNT) == want
     assert llm.prefix_stats.hits > 0
-    stored = [t for t in llm.executor.allocated.values() if t.dtype == torch.uint8]
+    stored = [t for t in llm.engine.executor.allocated.values() if t.dtype == torch.uint8]
     assert len(stored) == 10 + 2 * 3
 
 
