@@ -1,8 +1,8 @@
 """The choice of rows of a shared cache by small keys, and of the blocks that later layers choose from.
 
-Scores go to memory, as a line of fp32 a token; then a threshold is found by halving, among whole numbers in the order
-of (score, then the lower row), so that ties need no pass of their own and exactly as many rows as asked for lie above.
-A line is read some twenty times, out of the caches; sorting it, or a histogram of it, costs more than that. With
+Scores go to memory, as a line of fp32 a token. Parts of a line are narrowed to as many rows as are wanted, by programs
+of their own that hold their part in registers; one more chooses among what these have kept. Each finds a threshold by
+halving, among whole numbers in the order of the scores, and among row numbers where several scores are at it. With
 candidates a line holds the scores of their rows only, in the order of the list, whose blocks are taken to be distinct,
 as this kernel makes them. Keys that are packed become numbers as they are read.
 """
@@ -42,7 +42,7 @@ LONGEST = 8192
 SMALLEST_TILE = 16
 PIECES = (1, 8, 64, 256)
 CHOOSING = ((1024, 4), (2048, 8), (4096, 16))
-"""Places that choose reads at a time, with its warps."""
+"""Places that narrow holds and choose reads at a time, with their warps."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Params:
 @dataclass(frozen=True)
 class Config:
     """block_n: rows scored at a time. block_k: elements of them multiplied at a time. pieces: parts of a line that are
-    scored apart. block_s: places of a line that choose reads at a time. Powers of two."""
+    scored apart. block_s: places of a line that narrow holds, and choose reads at a time. Powers of two."""
 
     block_n: int
     block_k: int

@@ -15,28 +15,33 @@ if TYPE_CHECKING:
 
 
 def plan(params: Params, config: Config) -> LaunchPlan:
-    """Score, and choose: rows, and blocks beside them."""
+    """Score, narrow and choose: rows, and blocks beside them."""
     tokens: Expr = ("size", "q", 0)
     line = _line(params)
     results = (Buffer("chosen", "int32", (tokens, params.top)), Buffer("made", "int32", (tokens, params.blocks)))
-    scratch = [Buffer("scores", "float32", (tokens, line))]
+    scratch = [Buffer("scores", "float32", (tokens, line)), *_kept("chosen", params.top, line, config)]
     if params.blocks:
-        scratch.append(Buffer("peaks", "float32", (tokens, ("cdiv", line, params.block))))
+        tops: Expr = ("cdiv", line, params.block)
+        scratch += [Buffer("peaks", "float32", (tokens, tops)), *_kept("made", params.blocks, tops, config)]
     main = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    rest, lists = {"num_warps": config.choose_warps}, 2 if params.blocks else 1
+    parts: Expr = ("cdiv", line, config.block_s)
     return LaunchPlan(
         _operands(params),
         results,
         tuple(scratch),
         (
             Launch("score", (tokens, config.pieces), _score_arguments(params), main),
-            Launch(
-                "choose",
-                (tokens, 2 if params.blocks else 1),
-                _choose_arguments(params),
-                {"num_warps": config.choose_warps},
-            ),
+            Launch("narrow", (tokens, parts, lists), _choose_arguments(params, "scores", "peaks"), rest),
+            Launch("choose", (tokens, lists), _choose_arguments(params), rest),
         ),
     )
+
+
+def _kept(name: str, most: int, line: Expr, config: Config) -> list[Buffer]:
+    """What every part of a line may keep."""
+    shape = (("size", "q", 0), ("cdiv", line, config.block_s), min(most, config.block_s))
+    return [Buffer(f"{name}_keys", "int32", shape), Buffer(f"{name}_numbers", "int32", shape)]
 
 
 def _row(params: Params) -> int:
@@ -91,13 +96,12 @@ def _score_arguments(params: Params) -> tuple[Argument, ...]:
     )
 
 
-def _choose_arguments(params: Params) -> tuple[Argument, ...]:
+def _choose_arguments(params: Params, *given: str) -> tuple[Argument, ...]:
+    lists = ("chosen", "made") if params.blocks else ("chosen",)
     return (
         *_batch(params, "query_start", "seq_len"),
-        pointer("scores", torch.float32),
-        *([pointer("peaks", torch.float32)] if params.blocks else []),
-        pointer("chosen", torch.int32),
-        *([pointer("made", torch.int32)] if params.blocks else []),
+        *(pointer(name, torch.float32) for name in given[: len(lists)]),
+        *(pointer(f"{name}{kept}", torch.int32) for name in lists for kept in ("", "_keys", "_numbers")),
         Argument("requests", "i32", ("size", "seq_len", 0)),
         Argument("line", "i64", _line(params)),
         *([_stride("candidates_token", "candidates", 0, 1)] if params.limit else []),

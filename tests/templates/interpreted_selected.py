@@ -60,7 +60,8 @@ class Steps:
 
 def call(op: Op, folder: Path, *values: Any, **changes: Any) -> tuple[Tensor, ...]:
     """The results of an operation's kernel, with its default configuration, or `config`."""
-    given = dict(zip((a.name for a in op.overload._schema.arguments), values, strict=True))
+    names = op.overload._schema.arguments
+    given = dict(zip((a.name for a in names), (*values, *(a.default_value for a in names[len(values) :])), strict=True))
     spec = next(s for s in specs() if s.op is op)
     params = spec.bind(Call(op, given, "decode"))
     assert isinstance(params, spec.params), params
@@ -252,6 +253,17 @@ def test_equal_scores_go_to_the_lower_rows(tmp_path: Path) -> None:
     for rows, tops in ((few, (1, 600)), (few[:7], (3, 20)), (-few.abs(), (6,)), (large, range(1, 11)), (nothing, (2,))):
         for top in tops:
             found, want = choose(rows, tmp_path, top)
+            assert found == want
+
+
+def test_lines_of_several_parts(tmp_path: Path) -> None:
+    """Random scores, many equal ones, and a part that holds nearly all that is wanted."""
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randn(5000, generator=generator)
+    rows[2100:2900] += 10
+    for scores, tops in ((rows, (7, 1024, 1500)), (rows.round(), (300, 2000)), (torch.zeros(3000), (1100,))):
+        for top in tops:
+            found, want = choose(scores, tmp_path, top)
             assert found == want
 
 
