@@ -41,6 +41,8 @@ LONGEST = 8192
 """Candidates, which a program holds to see where they end."""
 SMALLEST_TILE = 16
 PIECES = (1, 8, 64, 256)
+TOGETHER, MANY = 4, 512
+"""Tokens that are scored together, and from how many on: fewer are most likely of as many requests."""
 CHOOSING = ((1024, 4), (2048, 8), (4096, 16))
 """Places that narrow holds and choose reads at a time, with their warps."""
 
@@ -78,7 +80,7 @@ class Params:
 @dataclass(frozen=True)
 class Config:
     """block_n: rows scored at a time. block_k: elements of them multiplied at a time. pieces: parts of a line that are
-    scored apart. block_s: places of a line that narrow holds, and choose reads at a time. Powers of two."""
+    scored apart. tokens: of a program that scores, one where they have candidates. block_s: places of a line that narrow holds, and choose reads at a time. Powers of two."""
 
     block_n: int
     block_k: int
@@ -87,6 +89,7 @@ class Config:
     num_stages: int
     block_s: int
     choose_warps: int
+    tokens: int = 1
 
 
 def bind(call: Call) -> Params | Refused:
@@ -145,7 +148,9 @@ def _step(params: Params) -> int:
 
 
 def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
-    heads, width = _tile(params.heads), config.block_k
+    heads, width = config.tokens * _tile(params.heads), config.block_k
+    if config.tokens > 1 and (params.limit or width < _tile(params.width)):
+        return False
     shared = heads * (width + config.block_n) + (config.num_stages + 1) * config.block_n * _tile(params.width)
     lanes = config.num_warps * 32
     # a lane has at most 64 scores and 128 elements of queries or keys
@@ -156,12 +161,13 @@ def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
 
 
 def default(params: Params, limits: Limits, tokens: int) -> Config:
-    """64 rows at a time, pieces until every core has two programs, and the most warps to choose with."""
+    """64 rows at a time, several tokens where there are many, pieces until every core has two programs, and the most warps to choose with."""
     wanted = 2 * limits.cores // max(1, tokens)
     pieces = next((n for n in PIECES if n >= wanted), PIECES[-1])
     block_s, choose_warps = [pair for pair in CHOOSING if pair[1] <= limits.max_warps][-1]
-    for block_n, stages, warps in product((64, 32, 16), (3, 2, 1), (4, 8, 2)):
-        config = Config(block_n, _step(params), pieces, warps, stages, block_s, choose_warps)
+    together = TOGETHER if tokens >= MANY else 1
+    for several, block_n, stages, warps in product({together: 0, 1: 0}, (64, 32, 16), (3, 2, 1), (4, 8, 2)):
+        config = Config(block_n, _step(params), pieces, warps, stages, block_s, choose_warps, several)
         if _is_legal(params, config, limits):
             return config
     raise ValueError(f"no tile of {params} fits {limits.shared_bytes} bytes")
@@ -169,9 +175,9 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
 
 def space(params: Params, limits: Limits) -> Iterator[Config]:
     """Every legal Config in a fixed order."""
-    scoring = product((16, 32, 64, 128), PIECES, (2, 4, 8), (1, 2, 3))
-    for (block_n, pieces, warps, stages), (block_s, choose_warps) in product(scoring, CHOOSING):
-        config = Config(block_n, _step(params), pieces, warps, stages, block_s, choose_warps)
+    scoring = product((16, 32, 64, 128), PIECES, (2, 4, 8), (1, 2, 3), (1, 2, TOGETHER))
+    for (block_n, pieces, warps, stages, several), (block_s, choose_warps) in product(scoring, CHOOSING):
+        config = Config(block_n, _step(params), pieces, warps, stages, block_s, choose_warps, several)
         if _is_legal(params, config, limits):
             yield config
 

@@ -31,7 +31,7 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         results,
         tuple(scratch),
         (
-            Launch("score", (tokens, config.pieces), _score_arguments(params), main),
+            Launch("score", (("cdiv", tokens, config.tokens), config.pieces), _score_arguments(params, config), main),
             Launch("narrow", (tokens, parts, lists), _choose_arguments(params, "scores", "peaks"), rest),
             Launch("choose", (tokens, lists), _choose_arguments(params), rest),
         ),
@@ -77,7 +77,7 @@ def _batch(params: Params, *names: str) -> list[Argument]:
     return [pointer("written", torch.int64, 1), *(pointer(n, torch.int32, 1) for n in names), *limit]
 
 
-def _score_arguments(params: Params) -> tuple[Argument, ...]:
+def _score_arguments(params: Params, config: Config) -> tuple[Argument, ...]:
     dtype, align = params.dtype, params.align
     return (
         pointer("q", dtype, align),
@@ -86,6 +86,7 @@ def _score_arguments(params: Params) -> tuple[Argument, ...]:
         *_batch(params, "query_start", "seq_len", "block_table"),
         pointer("scores", torch.float32),
         Argument("requests", "i32", ("size", "seq_len", 0)),
+        *([Argument("tokens", "i32", ("size", "q", 0))] if config.tokens > 1 else []),
         Argument("line", "i64", _line(params)),
         _stride("q_token", "q", 0, align),
         _stride("q_head", "q", 1, align),

@@ -220,6 +220,8 @@ def test_rows_chosen_step_by_step_are_those_of_whole_sequences(cuts: Any, ratio:
         given = (*(batch.packed(x, spans) for x in (q, weights)), stored, written, *meta)
         rest = (0.5, ratio, 5, block)
         chosen, made = call(ops.CACHED_SELECT_ROWS, tmp_path, *given, None, *rest, blocks, block_s=1024, choose_warps=4)
+        beside, _ = call(ops.CACHED_SELECT_ROWS, tmp_path, *given, None, *rest, blocks, tokens=4, num_warps=4)
+        assert torch.equal(beside, chosen)
         again, none = call(ops.CACHED_SELECT_ROWS, tmp_path, *given, made, *rest, 0)
         assert none.shape == (len(slot), 0)
         for found, wanted in ((chosen, [p[0] for p in plain]), (made, [p[1] for p in plain]), (again, limited)):
