@@ -43,8 +43,10 @@ SMALLEST_TILE = 16
 PIECES = (1, 8, 64, 256)
 TOGETHER, MANY = 4, 512
 """Tokens that are scored together, and from how many on: fewer are most likely of as many requests."""
-CHOOSING = ((1024, 4), (2048, 8), (4096, 16))
-"""Places that narrow holds and choose reads at a time, with their warps."""
+NARROWING = ((256, 1), (1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (4096, 16))
+"""Places that narrow holds, with its warps."""
+CHOOSING = ((1024, 1), (4096, 4), (16384, 16))
+"""Places that choose holds, with its warps."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ class Params:
 @dataclass(frozen=True)
 class Config:
     """block_n: rows scored at a time. block_k: elements of them multiplied at a time. pieces: parts of a line that are
-    scored apart. tokens: of a program that scores, one where they have candidates. block_s: places of a line that narrow holds, and choose reads at a time. Powers of two."""
+    scored apart. tokens: of a program that scores, one where they have candidates. block_s: places of a line that
+    narrow holds. held: of those that it kept what choose holds, which else reads block_s of them at a time. Powers of
+    two."""
 
     block_n: int
     block_k: int
@@ -88,6 +92,8 @@ class Config:
     num_warps: int
     num_stages: int
     block_s: int
+    narrow_warps: int
+    held: int
     choose_warps: int
     tokens: int = 1
 
@@ -156,28 +162,36 @@ def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
     # a lane has at most 64 scores and 128 elements of queries or keys
     light = heads * config.block_n <= 64 * lanes and max(heads, config.block_n) * width <= 128 * lanes
     useful = config.num_warps <= max(1, heads * config.block_n // SMALLEST_TILE**2)
-    warps = max(config.num_warps, config.choose_warps) <= limits.max_warps
+    warps = max(config.num_warps, config.narrow_warps, config.choose_warps) <= limits.max_warps
     return shared * params.dtype.itemsize <= limits.shared_bytes and light and useful and warps
 
 
 def default(params: Params, limits: Limits, tokens: int) -> Config:
-    """64 rows at a time, several tokens where there are many, pieces until every core has two programs, and the most warps to choose with."""
+    """As many rows at a time as fit, several tokens where there are many, and pieces until every core has two
+    programs."""
     wanted = 2 * limits.cores // max(1, tokens)
     pieces = next((n for n in PIECES if n >= wanted), PIECES[-1])
-    block_s, choose_warps = [pair for pair in CHOOSING if pair[1] <= limits.max_warps][-1]
+    ends = *_most(NARROWING, limits), *_most(CHOOSING, limits)
     together = TOGETHER if tokens >= MANY else 1
-    for several, block_n, stages, warps in product({together: 0, 1: 0}, (64, 32, 16), (3, 2, 1), (4, 8, 2)):
-        config = Config(block_n, _step(params), pieces, warps, stages, block_s, choose_warps, several)
-        if _is_legal(params, config, limits):
-            return config
+    for several, block_n in product({together: 0, 1: 0}, (128, 64, 32, 16)):
+        # the sums of several tokens fill eight warps, which keep no room for rows ahead
+        for stages, warps in product((1,) if several > 1 else (3, 2, 1), (8, 4, 2) if several > 1 else (4, 8, 2)):
+            config = Config(block_n, _step(params), pieces, warps, stages, *ends, several)
+            if _is_legal(params, config, limits):
+                return config
     raise ValueError(f"no tile of {params} fits {limits.shared_bytes} bytes")
+
+
+def _most(pairs: tuple[tuple[int, int], ...], limits: Limits) -> tuple[int, int]:
+    """The last pair whose warps a program may have."""
+    return [pair for pair in pairs if pair[1] <= limits.max_warps][-1]
 
 
 def space(params: Params, limits: Limits) -> Iterator[Config]:
     """Every legal Config in a fixed order."""
     scoring = product((16, 32, 64, 128), PIECES, (2, 4, 8), (1, 2, 3), (1, 2, TOGETHER))
-    for (block_n, pieces, warps, stages, several), (block_s, choose_warps) in product(scoring, CHOOSING):
-        config = Config(block_n, _step(params), pieces, warps, stages, block_s, choose_warps, several)
+    for (block_n, pieces, warps, stages, several), narrow, choose in product(scoring, NARROWING, CHOOSING):
+        config = Config(block_n, _step(params), pieces, warps, stages, *narrow, *choose, several)
         if _is_legal(params, config, limits):
             yield config
 

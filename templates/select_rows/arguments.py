@@ -24,7 +24,8 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         tops: Expr = ("cdiv", line, params.block)
         scratch += [Buffer("peaks", "float32", (tokens, tops)), *_kept("made", params.blocks, tops, config)]
     main = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    rest, lists = {"num_warps": config.choose_warps}, 2 if params.blocks else 1
+    lists = 2 if params.blocks else 1
+    narrow, choose = {"num_warps": config.narrow_warps}, {"num_warps": config.choose_warps}
     parts: Expr = ("cdiv", line, config.block_s)
     return LaunchPlan(
         _operands(params),
@@ -32,8 +33,8 @@ def plan(params: Params, config: Config) -> LaunchPlan:
         tuple(scratch),
         (
             Launch("score", (("cdiv", tokens, config.tokens), config.pieces), _score_arguments(params, config), main),
-            Launch("narrow", (tokens, parts, lists), _choose_arguments(params, "scores", "peaks"), rest),
-            Launch("choose", (tokens, lists), _choose_arguments(params), rest),
+            Launch("narrow", (tokens, parts, lists), _choose_arguments(params, "scores", "peaks"), narrow),
+            Launch("choose", (tokens, lists), _choose_arguments(params), choose),
         ),
     )
 

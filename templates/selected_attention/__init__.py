@@ -186,7 +186,9 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
 def _fitting(params: Params, limits: Limits, block_m: int, programs: int) -> Config | None:
     """The largest block of latents that leaves room for the next one, else for itself, and pieces that fill every core
     once, none without a block."""
-    for stages, block_n, warps in product((2, 1), (64, 32, 16), (8, 4, 2)):
+    # what is packed is unpacked in registers, where rows ahead would take the place of more rows
+    ahead = (1,) if params.form or params.rows_form else (2, 1)
+    for stages, block_n, warps in product(ahead, (64, 32, 16), (8, 4, 2)):
         config = Config(block_m, block_n, 1, warps, stages)
         # eight warps for what fills them, and for more addresses than four hold
         few, many = block_m * _tile(params.width) < 8192, block_n * _tile(params.width) > 16384

@@ -219,7 +219,7 @@ def test_rows_chosen_step_by_step_are_those_of_whole_sequences(cuts: Any, ratio:
         (written,) = call(ops.WRITE_ROWS, tmp_path, batch.packed(keys, spans), stored, slot, ratio)
         given = (*(batch.packed(x, spans) for x in (q, weights)), stored, written, *meta)
         rest = (0.5, ratio, 5, block)
-        chosen, made = call(ops.CACHED_SELECT_ROWS, tmp_path, *given, None, *rest, blocks, block_s=1024, choose_warps=4)
+        chosen, made = call(ops.CACHED_SELECT_ROWS, tmp_path, *given, None, *rest, blocks, block_s=1024, narrow_warps=4)
         beside, _ = call(ops.CACHED_SELECT_ROWS, tmp_path, *given, None, *rest, blocks, tokens=4, num_warps=4)
         assert torch.equal(beside, chosen)
         again, none = call(ops.CACHED_SELECT_ROWS, tmp_path, *given, made, *rest, 0)
@@ -242,7 +242,7 @@ def choose(rows: Tensor, folder: Path, top: int, candidates: Tensor | None = Non
     both = (torch.tensor([[[1.0], [-1.0]]]), torch.tensor([[1.0, -1.0]]))
     values = (*both, keys, torch.tensor([count - 1]), *meta, candidates, 1.0, 1, top, 2, 3)
     want = ops.CACHED_SELECT_ROWS.reference(*values)
-    found = call(ops.CACHED_SELECT_ROWS, folder, *values, block_s=1024, choose_warps=4, **changes)
+    found = call(ops.CACHED_SELECT_ROWS, folder, *values, block_s=1024, narrow_warps=4, **changes)
     return [x.tolist()[0] for x in found], [sorted(x.tolist()[0], key=lambda n: n % (1 << 31)) for x in want]
 
 
@@ -265,8 +265,9 @@ def test_lines_of_several_parts(tmp_path: Path) -> None:
     rows[2100:2900] += 10
     for scores, tops in ((rows, (7, 1024, 1500)), (rows.round(), (300, 2000)), (torch.zeros(3000), (1100,))):
         for top in tops:
-            found, want = choose(scores, tmp_path, top)
-            assert found == want
+            for held, warps in ((16384, 16), (1024, 1)):
+                found, want = choose(scores, tmp_path, top, held=held, choose_warps=warps)
+                assert found == want
 
 
 def test_candidates_in_any_order_and_twice_end(tmp_path: Path) -> None:
