@@ -142,10 +142,10 @@ def unpacking(found: Packing, constants: Constants) -> Node | None:
     known = {found.out}
     for node in found.out.graph.nodes:
         given = node.all_input_nodes
-        if node.op == "call_function" and any(n in known for n in given):
-            if all(n in known or _is_constant(n, constants) for n in given):
-                known.add(node)
-                inside.append(node)
+        reads = node.op == "call_function" and any(n in known for n in given)
+        if reads and all(n in known or _is_constant(n, constants) for n in given):
+            known.add(node)
+            inside.append(node)
     rows = tensor(found.x)
     for i, node in enumerate(inside):
         held = value(node)

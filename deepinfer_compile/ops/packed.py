@@ -88,9 +88,9 @@ PACK_ROWS = define(
         3 * x.numel(), size_bytes(x) + x.numel() // x.shape[-1] * row_bytes(x.shape[-1], form)
     ),
 )
-"""x [..., D] -> u8 [..., bytes]: numbers to nearest, ties to even, in fp32. A scale brings its group's largest magnitude,
-taken as `least` or more, to `largest`; e4m3 scales are rounded and at most 448, powers of two are rounded up. A group
-whose largest is not finite has a scale of NaN."""
+"""x [..., D] -> u8 [..., bytes]: numbers to nearest, ties to even, in fp32. A scale brings its group's largest
+magnitude, taken as `least` or more, to `largest`; e4m3 scales are rounded and at most 448, powers of two are rounded
+up. A group whose largest is not finite has a scale of NaN."""
 
 
 def _unpack_rows(stored: Tensor, form: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -43,7 +43,7 @@ SMALLEST_TILE = 16
 PIECES = (1, 8, 64, 256)
 TOGETHER, MANY = 4, 512
 """Tokens that are scored together, and from how many on: fewer are most likely of as many requests."""
-NARROWING = ((256, 1), (1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (4096, 16))
+NARROWING = ((256, 1), (1024, 4), (2048, 8), (2048, 4), (4096, 4), (4096, 8), (4096, 16))
 """Places that narrow holds, with its warps."""
 CHOOSING = ((1024, 1), (4096, 4), (16384, 16))
 """Places that choose holds, with its warps."""
@@ -171,7 +171,9 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
     programs."""
     wanted = 2 * limits.cores // max(1, tokens)
     pieces = next((n for n in PIECES if n >= wanted), PIECES[-1])
-    ends = *_most(NARROWING, limits), *_most(CHOOSING, limits)
+    # many tokens fill the target with programs of few warps, which wait less for each other
+    most = 4 if tokens >= MANY else limits.max_warps
+    ends = *_most(NARROWING, min(8, most)), *_most(CHOOSING, most)
     together = TOGETHER if tokens >= MANY else 1
     for several, block_n in product({together: 0, 1: 0}, (128, 64, 32, 16)):
         # the sums of several tokens fill eight warps, which keep no room for rows ahead
@@ -182,9 +184,9 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
     raise ValueError(f"no tile of {params} fits {limits.shared_bytes} bytes")
 
 
-def _most(pairs: tuple[tuple[int, int], ...], limits: Limits) -> tuple[int, int]:
-    """The last pair whose warps a program may have."""
-    return [pair for pair in pairs if pair[1] <= limits.max_warps][-1]
+def _most(pairs: tuple[tuple[int, int], ...], warps: int) -> tuple[int, int]:
+    """The last pair with at most so many warps."""
+    return [pair for pair in pairs if pair[1] <= warps][-1]
 
 
 def space(params: Params, limits: Limits) -> Iterator[Config]:
@@ -223,6 +225,7 @@ CASES = (
     _case("verify", (3, 1, 4), (2, 64, 130), 4, width=24, align=8, heads=17),
     _case("prompts", (12, 1, 0, 9), (100, 1, 65, 9), 1, top=20, block=8, blocks=3),
     _case("chunk", (9, 3), (150, 3), 2, weights_dtype=torch.bfloat16, limit=20, block=2, blocks=0, **BF16),
+    _case("narrow rows", (1, 1), (200, 64), 1, limit=7, block=8, blocks=0, dtype=torch.bfloat16, heads=8, width=20),
     _case("packed", (1, 2, 1), (127, 3, 300), 2, top=40, blocks=6, width=96, align=8, form=KEYS),
     _case("bytes", (4, 1), (150, 64), 1, limit=20, block=2, blocks=0, **{**BF16, "width": 64}, form=(8, 32, 1)),
     _case("typical", (1,) * 64, (32768,) * 64, 4, blocks=2048, **V41),

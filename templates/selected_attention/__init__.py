@@ -120,12 +120,8 @@ def _unfit(call: Call) -> str:
     forms = {"latents": given["form"], "cache": given["form"], "rows": given["rows_form"]}
     if q.dtype not in DTYPES or any(t.dtype != stored_type(q.dtype, forms.get(n)) for n, t in latents.items()):
         return f"{q.dtype} queries with a {cache.dtype} cache"
-    for name, form in forms.items():
-        if (
-            name in latents
-            and form
-            and (tuple(form) not in FORMS or latents[name].shape[-1] != row_bytes(q.shape[2], form))
-        ):
+    for name, form in ((n, tuple(form)) for n, form in forms.items() if n in latents and form):
+        if form not in FORMS or latents[name].shape[-1] != row_bytes(q.shape[2], form):
             return f"{name} of {latents[name].shape[-1]} bytes for {q.shape[2]} elements in the form {form}"
     if sinks is not None and sinks.dtype not in DTYPES:
         return f"sinks of {sinks.dtype}"
