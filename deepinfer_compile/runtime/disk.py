@@ -28,12 +28,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 
 from deepinfer_compile.errors import BadOption
 from deepinfer_compile.runtime.disk_index import DiskIndex, Entry, Found
+from deepinfer_compile.runtime.disk_reading import Page
 from deepinfer_compile.runtime.page_rows import PageRows, pack, rounded, unpack
 
 NAMES = re.compile(
@@ -98,12 +101,26 @@ class DiskPages:
 
     def has(self, digest: bytes, group: int) -> bool:
         """Whether there is a file for a page, and it is still kept."""
-        return self.size_of(digest, group) > 0
+        return self.sizes([(digest, group)])[0] > 0
 
-    def size_of(self, digest: bytes, group: int) -> int:
-        """Bytes of a page's file, 0 where there is none that is still kept."""
-        entry = self._index.get(self._key(digest))
-        return entry.sizes.get(group, 0) if entry is not None and entry.until > self.clock() else 0
+    def have(self, digests: Sequence[bytes], groups: int) -> NDArray[np.bool_]:
+        """The same for each page and group, [digests, groups]."""
+        now, none, there = self.clock(), dict[int, int](), list[dict[int, int]]()
+        for digest in digests:
+            entry = self._index.get(f"{self._own}/{digest.hex()}")
+            there.append(entry.sizes if entry is not None and entry.until > now else none)
+        found: NDArray[np.bool_] = np.zeros((len(digests), groups), dtype=bool)
+        for group in range(groups):
+            found[:, group] = [group in sizes for sizes in there]
+        return found
+
+    def sizes(self, pages: Sequence[Page]) -> list[int]:
+        """Bytes of the files of pages, 0 where there is none that is still kept."""
+        now, found = self.clock(), list[int]()
+        for digest, group in pages:
+            entry = self._index.get(f"{self._own}/{digest.hex()}")
+            found.append(entry.sizes.get(group, 0) if entry is not None and entry.until > now else 0)
+        return found
 
     def read(self, digest: bytes, group: int, into: Tensor | None = None) -> PageRows | None:
         """The tensors of a page by name, on the host; None, and no file any more, where it is damaged or gone. Several
@@ -162,22 +179,19 @@ class DiskPages:
         with suppress(OSError):  # renamed, or never made
             draft.unlink()
 
-    def touch(self, digests: Sequence[bytes], until: float, *, dated: bool = True) -> None:
-        """Pages are used now, and kept until then if not longer. Those that are not there are left out.
-
-        dated: tell other processes now, through the times of files, and not only with the next call of `date`.
-        """
+    def touch(self, digests: Sequence[bytes], until: float) -> None:
+        """Pages are used now, and kept until then if not longer. Those that are not there are left out. Other
+        processes hear of it through the times of files, which they get with the next call of `date`."""
         for digest in digests:
             key = self._key(digest)
             with self._lock:
                 if key in self._index:
                     self.undated[key] = self._index.touch(key, until)
-        if dated:
-            self.date()
 
-    def date(self) -> None:
-        """Tell other processes what was used; where they do not hear of it, they delete it earlier."""
-        while self.undated:
+    def date(self, most: int | None = None) -> None:
+        """Tell other processes what was used, so many nodes of it at most; where they do not hear of it, they delete it
+        earlier."""
+        for _ in range(len(self.undated) if most is None else min(most, len(self.undated))):
             key, kept = self.undated.popitem()
             entry = self._index.get(key)
             for group in list(entry.sizes) if entry is not None else ():

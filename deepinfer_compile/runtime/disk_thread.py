@@ -8,27 +8,30 @@ counted. A page that waits is there already for whoever looks for it.
 A disk that fails is not tried again: from then on nothing is there and nothing is written, and `check` says so once, in
 the thread that runs the steps. The thread ends with its owner, with `close`, or with the interpreter, which waits a
 limited time for what is queued.
+
+Python runs one thread at a time, and a loop over the thousands of pages of a long request would stop the thread that
+runs the steps for as long as it takes. So such loops are cut, and others go on between the parts.
 """
 
 from __future__ import annotations
 
 import atexit
-import mmap
 import queue
 import threading
 import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer_compile.runtime.disk import DiskPages, space
-from deepinfer_compile.runtime.page_rows import PageRows
+from deepinfer_compile.runtime.disk_reading import Page, Reading
+from deepinfer_compile.runtime.page_rows import PageRows, pieces
 
 QUEUED = 1 << 30
 """Bytes that may wait to be written; the page that crosses this is the last one taken."""
@@ -38,35 +41,15 @@ READERS = 8
 """Threads that read the pages of a request, most of whose time is the system's and the checksum's."""
 FEW = 16
 """Pages for which another thread is not worth its start."""
+PART, PAUSES, PAUSE = 64, 4, 0.0005
+"""Pages of a loop that others wait for; and how often they get so many seconds before it goes on."""
+LATE = 5.0
+"""Seconds after which files get their times although there is more to do."""
 HOUR = 3600.0
 SILENCE = 30.0
 """Seconds without a page after which a disk that is read counts as failed."""
 
-Page = tuple[bytes, int]
-"""The digest of a page and its cache group."""
 Job = Callable[[], None]
-
-
-@dataclass(eq=False)
-class Reading:
-    """Pages on their way from disk.
-
-    sizes: bytes of their files, as planned. began: when it was ordered. rows: what came, by page. read: what came from
-    files. seconds: until the last page. dropped: nobody waits for the rest. heard: when the last page came.
-    """
-
-    pages: Sequence[Page]
-    sizes: Sequence[int]
-    began: float
-    rows: dict[Page, PageRows] = field(default_factory=dict)
-    read: list[Page] = field(default_factory=list)
-    done: bool = False
-    dropped: bool = False
-    seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.heard = self.began
-        self.size = sum(self.sizes)
 
 
 class DiskThread:
@@ -91,7 +74,8 @@ class DiskThread:
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None
-        self._silent = self._told = self._closed = False
+        self._silent = self._told = self._closed = self._hurry = False
+        self._dated = time.monotonic()
 
     @property
     def full(self) -> bool:
@@ -111,6 +95,19 @@ class DiskThread:
             page = digest, group
             return page in self._waiting or (digest not in self._gone and self._disk.has(digest, group))
 
+    def have(self, digests: Sequence[bytes], groups: int) -> NDArray[np.bool_]:
+        """Which pages are on disk, or about to be: [digests, groups]."""
+        with self._lock:
+            if self.off:
+                return np.zeros((len(digests), groups), dtype=bool)
+            found: NDArray[np.bool_] = self._disk.have(digests, groups)
+            if self._gone:
+                found[[digest in self._gone for digest in digests]] = False
+            if self._waiting:
+                for group in range(groups):
+                    found[:, group] |= [(digest, group) in self._waiting for digest in digests]
+            return found
+
     def write(self, digest: bytes, group: int, rows: Mapping[str, Tensor], parent: bytes, until: float) -> None:
         """Keep a page, whose tensors nobody changes any more, see `DiskPages`; drop it where the queue is full."""
         if self.off:
@@ -124,9 +121,10 @@ class DiskThread:
             self._bytes += size
         self._post(lambda: self._write(page, rows, size, parent, until))
 
-    def touch(self, digests: Sequence[bytes], until: float) -> None:
-        """Pages are used now, and kept until then if not longer."""
-        self._post(lambda: self._disk.touch(digests, until))
+    def touch(self, digests: Iterable[bytes], until: float) -> None:
+        """Pages are used now, and kept until then if not longer. digests: read later, in the thread."""
+        left = iter(digests)
+        self._post(lambda: self._touch(left, until))
 
     def trim(self, digest: bytes) -> None:
         """Delete a page, and those above it, that no request can start after."""
@@ -134,7 +132,7 @@ class DiskThread:
 
     def read(self, pages: Sequence[Page], until: float) -> Reading:
         """Begin to read pages, which are kept until then if not longer."""
-        reading = Reading(pages, [self._disk.size_of(*page) for page in pages], time.perf_counter())
+        reading = Reading(pages, self._disk.sizes(pages), time.perf_counter())
         if self.off or not pages:
             reading.done = True
             return reading
@@ -183,8 +181,12 @@ class DiskThread:
             finally:
                 done.set()
 
+        self._hurry = True
         self._post(act)
-        return done.wait(seconds)
+        try:
+            return done.wait(seconds)
+        finally:
+            self._hurry = False
 
     def close(self, seconds: float) -> bool:
         """Write what waits, at most so many seconds, then stop. Whether all was written; once more does nothing."""
@@ -275,9 +277,11 @@ class DiskThread:
             try:
                 self._tokens.get(timeout=self._pause())
             except queue.Empty:
-                self._disk.date()
+                self._date()
                 continue
             job = self._reads.popleft() if self._reads else self._jobs.popleft()
+            if not self._disk.undated:
+                self._dated = time.monotonic()
             if job is None:
                 self._disk.date()
                 return
@@ -287,6 +291,33 @@ class DiskThread:
                 self._fault, self.off = error, True
             if self._disk.failures:
                 self.off = True
+            if time.monotonic() - self._dated > LATE:
+                self._disk.date(PART)
+
+    def _touch(self, left: Iterator[bytes], until: float) -> None:
+        """Note that some pages are used; the others next, but after what is to be read."""
+        some = list(islice(left, PART))
+        self._disk.touch(some, until)
+        if len(some) == PART:
+            self._next(lambda: self._touch(left, until))
+            self._let_others()
+
+    def _next(self, job: Job) -> None:
+        """Do a job before all others but readings. Only for this thread."""
+        self._jobs.appendleft(job)
+        self._tokens.put(None)
+
+    def _date(self) -> None:
+        """Give files their times until there is something else to do."""
+        while self._disk.undated and self._tokens.empty():
+            self._disk.date(PART)
+            self._let_others()
+
+    def _let_others(self) -> None:
+        """Let other threads run, unless they wait for this one."""
+        for _ in range(PAUSES):
+            if not (self._reads or self._hurry):
+                time.sleep(PAUSE)
 
     def _pause(self) -> float:
         """Delete what is kept no more; how long to wait for a job before there may be more of it."""
@@ -307,7 +338,7 @@ class DiskThread:
 
     def _read(self, reading: Reading, until: float) -> None:
         """Read pages with several threads, which end before this does. Raises what went wrong in the first of them."""
-        left, faults = iter(_places(reading)), list[BaseException]()
+        left, faults = iter(zip(reading.pages, pieces(map(space, reading.sizes)), strict=True)), list[BaseException]()
         given = reading, left, faults
         helpers = [
             threading.Thread(target=self._read_pages, args=given, name="reads for the prefix cache", daemon=True)
@@ -323,8 +354,8 @@ class DiskThread:
             reading.seconds = time.perf_counter() - reading.began
             reading.done = True
             self._news.put(None)
-        # files get their times when nobody waits
-        self._disk.touch(list(dict.fromkeys(page[0] for page in reading.read)), until, dated=False)
+        used = iter(dict.fromkeys(page[0] for page in reading.read))
+        self._next(lambda: self._touch(used, until))
         if faults:
             raise faults[0]
 
@@ -350,17 +381,6 @@ class DiskThread:
         with self._lock:
             if rows is not None and page[0] not in self._gone:
                 reading.rows[page] = rows
-
-
-def _places(reading: Reading) -> list[tuple[Page, Tensor]]:
-    """Memory for each page, one behind the other, so that pages of one size go on in few copies."""
-    sizes = [space(size) for size in reading.sizes]
-    memory = mmap.mmap(-1, sum(sizes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without: then memory comes in small pages, which takes longer
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return list(zip(reading.pages, whole.split(sizes), strict=True))
 
 
 _LIVE: weakref.WeakSet[DiskThread] = weakref.WeakSet()

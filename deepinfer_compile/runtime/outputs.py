@@ -53,7 +53,8 @@ class RequestMetrics:
 
     first_token: since the request was queued; the sum of the next four.
     queued: for a seat, for pages, for rows that another request computes, or for steps of others.
-    index: looking up which rows are there. transfer: reading from disk and copying to the caches, `disk_bytes` in all.
+    index: looking up which rows are there, and taking these.
+    transfer: reading from disk and copying to the caches, `disk_bytes` in all.
     recompute: the steps that compute the rows that were not found, beside whatever else they do.
     ram_rows: rows that were in the caches, `ram_bytes` of them, which are used where they are. disk_rows: rows that
     were there beside these because of what was read from disk. recomputed_rows: all others. Where the request was

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import mmap
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -113,6 +115,18 @@ def in_one(contents: Sequence[Tensor]) -> Tensor:
         for i, one in enumerate(contents)
     )
     return first.as_strided((len(contents), size), (size, 1)) if lies else torch.stack(list(contents))
+
+
+def pieces(sizes: Iterable[int]) -> Sequence[Tensor]:
+    """Memory for pages of so many bytes, u8 each, one behind the other, so that those of one size go on in few
+    copies."""
+    each = list(sizes)
+    memory = mmap.mmap(-1, sum(each), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without: then memory comes in small pages, which takes longer
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    found: Sequence[Tensor] = torch.frombuffer(memory, dtype=torch.uint8).split(each)
+    return found
 
 
 def rounded(size: int) -> int:

@@ -15,7 +15,6 @@ may drop the newest tokens again.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from deepinfer_compile.errors import BadOption, OutOfMemory
 from deepinfer_compile.runtime.batch import PAGE_SIZE, CacheGroup
+from deepinfer_compile.runtime.idle import IdlePages
 
 Ints = NDArray[np.int64]
 _NONE = np.zeros(0, dtype=np.int32)
@@ -38,7 +38,7 @@ def pages_for(tokens: int) -> int:
 class PagePool:
     """Page numbers 0..count-1, handed out newest first so that few pages stay warm, and idle ones after all others.
 
-    idle: pages that nobody holds and whose rows are kept, with the time they fell idle, the longest idle first.
+    idle: pages that nobody holds and whose rows are kept, the longest idle first.
     lost: told of each page whose rows are about to go because it is needed for others.
     """
 
@@ -54,7 +54,8 @@ class PagePool:
         self._unused = self.count
         self._holders = np.zeros(self.count, dtype=np.int32)
         self._kept = np.zeros(self.count, dtype=bool)
-        self.idle: OrderedDict[int, float] = OrderedDict()
+        self._place = np.zeros(self.count, dtype=np.int64)
+        self.idle = IdlePages(self.count)
 
     @property
     def free(self) -> int:
@@ -66,7 +67,7 @@ class PagePool:
         if count > self.free:
             raise ValueError(f"{count} pages asked for, {self.free} free")
         while self._unused < count:
-            page = next(iter(self.idle))
+            page = self.idle.first()
             if self.lost is not None:
                 self.lost(page)
             self.forget(page)
@@ -76,12 +77,11 @@ class PagePool:
         return pages
 
     def share(self, pages: NDArray[np.int32]) -> None:
-        """Hold kept pages once more."""
+        """Hold kept pages, none twice, once more."""
         if not self._kept[pages].all():
             raise ValueError("pages shared whose rows are not kept")
         self._holders[pages] += 1
-        for page in pages.tolist():
-            self.idle.pop(page, None)
+        self.idle.remove(pages)
 
     def give(self, pages: NDArray[np.int32]) -> None:
         """Return pages, each as often as it was taken or shared; of kept ones the last given fall idle first."""
@@ -91,9 +91,8 @@ class PagePool:
         np.subtract.at(self._holders, pages, 1)
         gone = pages[self._holders[pages] == 0]
         kept = self._kept[gone]
-        for page in dict.fromkeys(gone[kept][::-1].tolist()):
-            self.idle[page] = self.clock()
-        self._push(np.array(list(dict.fromkeys(gone[~kept].tolist())), dtype=np.int32))
+        self.idle.add(self._once(gone[kept][::-1]), self.clock())
+        self._push(self._once(gone[~kept]))
 
     def keep(self, page: int) -> None:
         """From now on the rows of a held page are kept."""
@@ -102,12 +101,20 @@ class PagePool:
     def forget(self, page: int) -> None:
         """The rows of a kept page need not be kept any more."""
         self._kept[page] = False
-        if self.idle.pop(page, None) is not None:
-            self._push(np.array([page], dtype=np.int32))
+        one = np.array([page], dtype=np.int32)
+        if self.idle.remove(one):
+            self._push(one)
 
     def unheld(self, pages: NDArray[np.int32]) -> int:
         """How many of some pages nobody holds."""
         return int((self._holders[pages] == 0).sum())
+
+    def _once(self, pages: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Pages without their later repetitions."""
+        order = np.arange(len(pages))
+        self._place[pages[::-1]] = order[::-1]  # of equal ones the last that is written stays
+        first: NDArray[np.int32] = pages[self._place[pages] == order]
+        return first
 
     def _push(self, pages: NDArray[np.int32]) -> None:
         end = self._unused + len(pages)

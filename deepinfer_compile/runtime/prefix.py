@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -37,9 +37,12 @@ from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.kept import first_kept
 from deepinfer_compile.runtime.pages import Ints, Pages
 from deepinfer_compile.runtime.prefix_disk import DiskTier, Taken
-from deepinfer_compile.runtime.prefix_keys import Asked, Key, digest_of, page_key, page_keys
+from deepinfer_compile.runtime.prefix_keys import Asked, Key, digest_of, page_key
+from deepinfer_compile.runtime.prefix_nodes import Node, NodePages, Trails
 from deepinfer_compile.runtime.request import Request
 
+Seen = tuple[int, int, list[Node], NDArray[np.int32]]
+"""When a request was looked up, in changes of the tree, with how many tokens, and what was found; see `look`."""
 NEVER = 1 << 62
 """Full pages of a seat that has nothing to add to the tree."""
 
@@ -74,19 +77,6 @@ class PrefixStats:
     disk_expired: int = 0
     disk_pages: int = 0
     disk_bytes: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class Node:
-    """A page of tokens after the tokens of its parent. pages: one per cache group, -1 where the rows are gone.
-    digest: its name on disk. tips: running requests whose newest full page it is."""
-
-    parent: Node | None
-    key: Key
-    pages: list[int]
-    digest: bytes
-    children: dict[Key, Node] = field(default_factory=dict)
-    tips: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +119,7 @@ class PrefixCache:
         self._stats = PrefixStats()
         self.disk = disk
         self._asked: WeakKeyDictionary[Request, Asked] = WeakKeyDictionary()
+        self._seen: WeakKeyDictionary[Request, Seen] = WeakKeyDictionary()
         self._noted = np.zeros(seats, dtype=np.int64)
         for i, group in enumerate(self.groups):
             group.pool.lost = partial(self._evict, i)
@@ -145,10 +136,13 @@ class PrefixCache:
         if self.disk is not None:
             self.disk.drop_all()
         root = self.disk.root if self.disk is not None else b""
-        self.root = Node(None, (b"", 0), [-1] * len(self.groups), root)
+        self._table, self.trails = NodePages(len(self.groups)), Trails()
+        self.root = Node(None, (b"", 0), self._table, root)
         self.owners: list[dict[int, Node]] = [{} for _ in self.groups]
         self._asked.clear()
+        self._seen.clear()
         self._tip = [self.root] * len(self._noted)
+        self._path = [list[Node]() for _ in self._noted]
         self._noted.fill(0)
 
     def clear(self, identity: str = "") -> None:
@@ -186,14 +180,11 @@ class PrefixCache:
         """The longest start of a request that is cached; its last token never is."""
         begin = time.perf_counter()
         self._expire()
-        nodes = self.walk(request)
-        held = self.held(nodes)
+        nodes, held = self.look(request)
         usable, known = self.reach(held >= 0)
-        firsts = [group.first(usable * PAGE_SIZE) for group in self.groups]
-        pages = [held[first:usable, i].copy() for i, first in enumerate(firsts)]
+        pages = [held[group.first(usable * PAGE_SIZE) : usable, i].copy() for i, group in enumerate(self.groups)]
         nodes = nodes[:usable]
-        if request.timing is not None:
-            request.timing.spent(time.perf_counter() - begin)
+        request.spent(time.perf_counter() - begin)
         return Hit(nodes, pages, known)
 
     def is_coming(self, request: Request, hit: Hit, others: Iterable[Request]) -> bool:
@@ -201,19 +192,24 @@ class PrefixCache:
         page, tip = len(hit.nodes), hit.nodes[-1] if hit.nodes else self.root
         if request.length <= (page + 1) * PAGE_SIZE:
             return False
-        key = self._key(request, page)
-        return any(
-            self._tip[other.seat] is tip and self._noted[other.seat] == page and self._key(other, page) == key
-            for other in others
-        )
+        key, here = self._key(request, page), [one for one in others if self._tip[one.seat] is tip]
+        return any(self._noted[one.seat] == page and self._key(one, page) == key for one in here)
 
     def join(self, seat: int, request: Request, hit: Hit | None) -> None:
         """Give a request that takes an empty seat the pages of a hit (None: it did not look for any)."""
+        begin = time.perf_counter()
+        self._join(seat, request, hit)
+        request.spent(time.perf_counter() - begin)
+        if request.timing is not None and not request.timing.first:
+            request.timing.seated = time.perf_counter()
+
+    def _join(self, seat: int, request: Request, hit: Hit | None) -> None:
         self._note_rows(request, hit)
         self._asked.pop(request, None)
+        self._seen.pop(request, None)
         if self.disk is not None:
             self.disk.drop(request)
-        self._tip[seat], self._noted[seat] = self.root, 0
+        self._tip[seat], self._noted[seat], self._path[seat] = self.root, 0, []
         if hit is None:
             return
         self._stats.queries += 1
@@ -225,6 +221,7 @@ class PrefixCache:
             return
         for group, pages in zip(self.groups, hit.pages):
             group.adopt(seat, group.first(hit.tokens), pages)
+        self._path[seat] = hit.nodes.copy()
         self._move(seat, hit.nodes[-1], len(hit.nodes))
 
     def _note_rows(self, request: Request, hit: Hit | None) -> None:
@@ -233,18 +230,15 @@ class PrefixCache:
         if timing is None or timing.first:
             return
         nodes = hit.nodes if hit is not None else []
-        taken = self.disk.taken(request) if self.disk is not None else Taken(0)
-        timing.ram_rows = PAGE_SIZE * (min(taken.before, len(nodes)) if taken.sizes else len(nodes))
-        timing.disk_rows = PAGE_SIZE * len(nodes) - timing.ram_rows
-        timing.ram_bytes = sum(
-            group.bytes_per_page
-            for i, group in enumerate(self.groups)
-            for node in nodes[group.first(len(nodes) * PAGE_SIZE) :]
-            if (node.digest, i) not in taken.sizes
-        )
-        timing.disk_bytes = sum(taken.sizes.values())
-        timing.recomputed_rows = request.length - len(nodes) * PAGE_SIZE
-        timing.seated = time.perf_counter()
+        taken = self.disk.taken(request) if self.disk is not None else Taken()
+        end, size = len(nodes), 0
+        for i, group in enumerate(self.groups):
+            first = group.first(end * PAGE_SIZE)
+            size += group.bytes_per_page * (end - first - taken.count(i, first, end))
+        timing.ram_rows = PAGE_SIZE * (min(taken.before, end) if taken.size else end)
+        timing.disk_rows = PAGE_SIZE * end - timing.ram_rows
+        timing.ram_bytes, timing.disk_bytes = size, taken.size
+        timing.recomputed_rows = request.length - end * PAGE_SIZE
 
     def note(self, seats: Ints, done: Ints, request: Callable[[int], Request]) -> bool:
         """Add what has become full. done: written rows of each seat. Whether a table changed."""
@@ -260,21 +254,20 @@ class PrefixCache:
     def store(self, request: Request) -> None:
         """Have written to disk what a request that ends leaves behind."""
         if self.disk is not None and self._noted[request.seat] != NEVER:
-            self.disk.store(self, self._tip[request.seat], int(self._noted[request.seat]), request)
+            self.disk.store(self, self._path[request.seat], request)
 
-    def leave(self, seat: int, *, failed: bool) -> None:
-        """Note that a seat gives its pages back. failed: they may hold wrong rows, so forget them."""
-        node, above = self._tip[seat], list[Node]()
-        while node.parent is not None:
-            above.append(node)
-            node = node.parent
+    def leave(self, seat: int, request: Request, *, failed: bool) -> None:
+        """Note that a request gives its pages back. failed: they may hold wrong rows, so forget them."""
+        path, self._path[seat] = self._path[seat], []
+        if not failed:
+            self.trails.add(request.prompt, request.output_ids, path)
         self._move(seat, self.root, 0)
-        if not failed or not above:
+        if not failed or not path:
             return
         if self.disk is not None:
-            for node in reversed(above):
+            for node in path:
                 self.disk.remove(node)
-        self._forget_below(above[-1])
+        self._forget_below(path[0])
 
     def _forget_below(self, top: Node) -> None:
         """Forget the rows of a node and of all below it; what running requests hold of them is not reused."""
@@ -284,9 +277,10 @@ class PrefixCache:
         below = set(map(id, nodes))
         for seat, tip in enumerate(self._tip):
             if id(tip) in below:
+                self._path[seat] = []
                 self._move(seat, self.root, NEVER)
         for node in nodes:
-            for i, page in enumerate(list(node.pages)):
+            for i, page in enumerate(node.pages.tolist()):
                 if page >= 0:
                     self._drop(i, page)
 
@@ -302,35 +296,45 @@ class PrefixCache:
         usable, known = (end[each.all(axis=1)].max(initial=0) for each in (fits, fits[:, whole]))
         return int(usable), int(known)
 
-    def child(self, node: Node, key: Key) -> Node:
-        """The node of a page after another, made if there is none."""
+    def child(self, node: Node, key: Key, digest: bytes = b"") -> Node:
+        """The node of a page after another, made if there is none. digest: its name, if it is known."""
         found = node.children.get(key)
         if found is None:
-            digest = digest_of(node.digest, key) if self.disk is not None else b""
-            found = node.children[key] = Node(node, key, [-1] * len(self.groups), digest)
+            if self.disk is not None and not digest:
+                digest = digest_of(node.digest, key)
+            found = node.children[key] = Node(node, key, self._table, digest)
         return found
 
     def asked(self, request: Request) -> Asked:
-        """The keys and names of a request's pages."""
+        """What a request's pages hold."""
         found = self._asked.get(request)
         if found is None or found.length != request.length:
-            found = self._asked[request] = Asked(request.length, page_keys(request, self._reads_hint))
+            found = self._asked[request] = Asked.of(request, self._reads_hint)
         return found
 
     def walk(self, request: Request) -> list[Node]:
         """The nodes of a request's full pages, its last token's not among them."""
-        nodes: list[Node] = []
-        node: Node | None = self.root
-        for key in self.asked(request).keys:
-            node = node.children.get(key) if node is not None else None
+        asked = self.asked(request)
+        first = self.root.children.get(asked.key(0)) if asked.count else None
+        nodes = self.trails.follow(asked.tokens, first) if first is not None else []
+        known = len(nodes)
+        for page in range(known, asked.count if nodes else 0):
+            node = nodes[-1].children.get(asked.key(page))
             if node is None:
                 break
             nodes.append(node)
+        if len(nodes) - known > self.trails.shortest:
+            self.trails.add(asked.tokens, (), nodes.copy())
         return nodes
 
-    def held(self, nodes: list[Node]) -> NDArray[np.int32]:
-        """The pages of nodes, [nodes, groups]."""
-        return np.array([node.pages for node in nodes], np.int32).reshape(len(nodes), len(self.groups))
+    def look(self, request: Request) -> tuple[list[Node], NDArray[np.int32]]:
+        """The nodes that `walk` gives, and their pages, [nodes, groups], for nobody to change. While the tree stays as
+        it is, nothing is looked up again."""
+        seen, changes = self._seen.get(request), self._table.changes
+        if seen is None or seen[:2] != (changes, request.length):
+            nodes = self.walk(request)
+            seen = self._seen[request] = changes, request.length, nodes, self._table.of(nodes)
+        return seen[2:]
 
     def _key(self, request: Request, page: int) -> Key:
         return page_key(request, page, self._reads_hint)
@@ -339,10 +343,11 @@ class PrefixCache:
         """Move a seat's tip to its next full page. Whether a page was exchanged."""
         whole = not self._keep or page * PAGE_SIZE >= first_kept(len(request.prompt), self._keep)
         node = self.child(self._tip[seat], self._key(request, page))
+        self._path[seat].append(node)
         self._move(seat, node, page + 1)
         changed = False
         for i, group in enumerate(self.groups):
-            own, known = int(group.table[seat, page]), node.pages[i]
+            own, known = int(group.table[seat, page]), int(node.pages[i])
             if own < 0 or own == known:  # given back already, for a step that is under way
                 continue
             if known >= 0:
@@ -354,7 +359,7 @@ class PrefixCache:
 
     def own(self, node: Node, group: int, page: int) -> None:
         """A held page is the one of a node now."""
-        node.pages[group] = page
+        self._table.put(node, group, page)
         self.owners[group][page] = node
         self.groups[group].pool.keep(page)
 
@@ -367,14 +372,16 @@ class PrefixCache:
 
     def prune(self, node: Node) -> None:
         """Take a node that leads to nothing out of the tree, and those above it that then lead to nothing."""
-        while node.parent is not None and not node.children and not node.tips and max(node.pages, default=-1) < 0:
-            node.parent.children.pop(node.key, None)
+        while node.parent is not None and not node.children and not node.tips and node.pages.max(initial=-1) < 0:
+            if node.parent.children.get(node.key) is node:
+                del node.parent.children[node.key]
+                node.leave()
             node = node.parent
 
     def _drop(self, group: int, page: int) -> None:
         """Forget the rows of a page."""
         node = self.owners[group].pop(page)
-        node.pages[group] = -1
+        self._table.put(node, group, -1)
         self.groups[group].pool.forget(page)
         self.prune(node)
 
@@ -386,6 +393,6 @@ class PrefixCache:
         """Forget pages that were idle for too long."""
         for i, group in enumerate(self.groups):
             idle, oldest = group.pool.idle, group.pool.clock() - self._time_to_live
-            while idle and next(iter(idle.values())) < oldest:
-                self._drop(i, next(iter(idle)))
+            while (page := idle.before(oldest)) is not None:
+                self._drop(i, page)
                 self._stats.expired += 1

@@ -16,25 +16,28 @@ from __future__ import annotations
 
 import time
 import weakref
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.disk import DiskPages
-from deepinfer_compile.runtime.disk_thread import DiskThread, Page, Reading
+from deepinfer_compile.runtime.disk_reading import Page, Reading
+from deepinfer_compile.runtime.disk_thread import DiskThread
 from deepinfer_compile.runtime.page_rows import PageRows
 from deepinfer_compile.runtime.request import Request
 
 if TYPE_CHECKING:
-    from deepinfer_compile.runtime.prefix import Node, PrefixCache, PrefixStats
-    from deepinfer_compile.runtime.prefix_keys import Key
+    from deepinfer_compile.runtime.prefix import PrefixCache, PrefixStats
+    from deepinfer_compile.runtime.prefix_nodes import Node
 
 COPIED = 64 << 20
 """Bytes of ended requests that each step copies for the disk, about, while there are other requests."""
@@ -42,6 +45,8 @@ STAGED = 1 << 30
 """Bytes read that may wait for their requests to start; the reading that crosses this is the last one begun."""
 PATIENCE = 60.0
 """Seconds that a change of the model waits for what is queued for disk."""
+NAMED = 256
+"""Pages that are named and looked for together."""
 TRIES = 2
 """How often pages are read for a request, of which some may leave the pools while it waits for others."""
 
@@ -54,13 +59,18 @@ class Rows(Protocol):
     def write_pages(self, group: int, pages: Sequence[int], rows: Sequence[PageRows]) -> int: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Taken:
-    """What a request got from disk. before: pages of the hit that it would have had without. sizes: bytes of the rows
-    of each page that was read."""
+    """What a request got from disk. before: pages of the hit that it would have had without. read: bool[pages, groups],
+    which were read, None for none. size: bytes of their rows."""
 
-    before: int
-    sizes: dict[Page, int] = field(default_factory=dict)
+    before: int = 0
+    read: NDArray[np.bool_] | None = None
+    size: int = 0
+
+    def count(self, group: int, first: int, end: int) -> int:
+        """How many of the pages first..end of a group were read."""
+        return 0 if self.read is None else int(self.read[first:end, group].sum())
 
 
 class DiskTier:
@@ -115,15 +125,14 @@ class DiskTier:
         """Delete a page if it is there, and all that hang on it."""
         self.work.remove(node.digest)
 
-    def store(self, tree: PrefixCache, node: Node, count: int, request: Request) -> None:
-        """Have the pages written up to a request's newest full one, its `count`th, which is `node`'s; see `pump`."""
+    def store(self, tree: PrefixCache, path: list[Node], request: Request) -> None:
+        """Have a request's full pages written, whose nodes nobody changes any more; see `pump`."""
         self.work.check()
         if self.work.off or self._keep[request.params.retention] <= 0:
             return
         until = self._until(request)
-        ends = (count, min(count, (len(request.prompt) - 1) // PAGE_SIZE))
-        path = _path(node)
-        self.work.touch([one.digest for one in reversed(path)], until)  # ends go before what they hang on
+        ends = (len(path), min(len(path), (len(request.prompt) - 1) // PAGE_SIZE))
+        self.work.touch((one.digest for one in reversed(path)), until)  # ends go before what they hang on
         self._leaving.append(self._write(tree, path, ends, until))
 
     def pump(self, most: float | None = None) -> None:
@@ -140,20 +149,32 @@ class DiskTier:
 
         A page may have left the pools meanwhile: then those that hang on it are of no use either.
         """
-        above, linked = b"", any(group.reach is None for group in tree.groups)
-        for page, one in enumerate(path):
+        spans = self._spans(tree, path, ends)
+        linked = any(group.reach is None for group in tree.groups)
+        for page in sorted({page for each in spans for span in each for page in span}):
+            one, above = path[page], path[page - 1].digest if linked and page else b""
             for i, group in enumerate(tree.groups):
-                needed = any(group.first(end * PAGE_SIZE) <= page < end for end in ends)
+                needed = any(page in span for span in spans[i])
                 if not needed or self.work.has(one.digest, i) or (one.pages[i] < 0 and group.reach is not None):
                     continue
                 if self.work.full or one.pages[i] < 0:
                     self.work.dropped += len(path) - page
                     self.work.trim(one.digest if i else above)
                     return
-                rows = self._rows.read_page(i, one.pages[i])
+                rows = self._rows.read_page(i, int(one.pages[i]))
                 self.work.write(one.digest, i, rows, above, until)
                 yield sum(held.nbytes for held in rows.values())
-            above = one.digest if linked else b""
+
+    def _spans(self, tree: PrefixCache, path: list[Node], ends: tuple[int, int]) -> list[list[range]]:
+        """For each group the pages that may have to be written. Nobody keeps a page without those before it, so of
+        whole contexts these are the pages behind the last one that is there."""
+        whole = [i for i, group in enumerate(tree.groups) if group.reach is None]
+        first = bisect_left(path, True, key=lambda one: not all(self.work.has(one.digest, i) for i in whole))
+        found = []
+        for group in tree.groups:
+            begins = [first if group.reach is None else group.first(end * PAGE_SIZE) for end in ends]
+            found.append([range(begin, end) for begin, end in zip(begins, ends)])
+        return found
 
     def _until(self, request: Request) -> float:
         """Until when the pages of a request are kept, if it is used now."""
@@ -163,7 +184,8 @@ class DiskTier:
         """Begin to read what a request that is queued needs from disk, if there is room for it in memory."""
         known = request in self._settled or request in self._readings
         if not known and not self.work.off and self._staged() < STAGED:
-            self._begin(request, self._lacking(tree, request, {}))
+            begin = time.perf_counter()
+            request.spent(self._begin(request, self._lacking(tree, request, {})) - begin)
 
     def waits(self, request: Request) -> bool:
         """Whether a request is known to wait, for its own pages or for room in memory to read them."""
@@ -182,27 +204,29 @@ class DiskTier:
             return True
         if self.waits(request):
             return False
+        begin = time.perf_counter()
         readings = self._readings.get(request, [])
         came = {page: rows for held in readings for page, rows in held.rows.items()}
         more = self._lacking(tree, request, came) if len(readings) < TRIES else []
         if more and not self.work.off:
             if readings or self._staged() < STAGED:
-                self._begin(request, more)
+                request.spent(self._begin(request, more) - begin)
             else:
                 self._hungry.add(request)
+                request.spent(time.perf_counter() - begin)
             return False
         self.drop(request)
         self._settled[request] = Taken(self._usable(tree, request) if came else 0)
-        begin = time.perf_counter()
+        found = time.perf_counter()
         while came and not self._install(tree, request, came):
             pass
-        if readings and request.timing is not None:
-            request.timing.spent(0.0, time.perf_counter() - begin + sum(held.seconds for held in readings))
+        read = time.perf_counter() - found + sum(held.seconds for held in readings) if readings else 0.0
+        request.spent(found - begin, read)
         return True
 
     def taken(self, request: Request) -> Taken:
         """What was read for a request that waits."""
-        return self._settled.get(request) or Taken(0)
+        return self._settled.get(request) or Taken()
 
     def drop(self, request: Request) -> None:
         """A request does not wait any more."""
@@ -222,52 +246,61 @@ class DiskTier:
 
     def _usable(self, tree: PrefixCache, request: Request) -> int:
         """Pages of the hit that the pools make."""
-        return tree.reach(tree.held(tree.walk(request)) >= 0)[0]
+        return tree.reach(tree.look(request)[1] >= 0)[0]
 
     def _lacking(self, tree: PrefixCache, request: Request, came: Container[Page]) -> list[Page]:
         """What of a longer hit is on disk, beside what came from there."""
-        begin = time.perf_counter()
-        missing = self._missing(tree, request, lambda page: page in came or self.work.has(*page))[1]
-        if request.timing is not None:
-            request.timing.spent(time.perf_counter() - begin)
+        groups = len(tree.groups)
+        missing = self._missing(
+            tree, request, lambda names: self.work.have(names, groups) | _among(came, names, groups)
+        )[1]
         return [page for pages in missing for page in pages.values() if page not in came]
 
-    def _begin(self, request: Request, pages: list[Page]) -> None:
+    def _begin(self, request: Request, pages: list[Page]) -> float:
+        """Begin to read pages; when that was."""
         self._hungry.discard(request)
-        if pages:
-            self._readings.setdefault(request, []).append(self.work.read(pages, self._until(request)))
+        if not pages:
+            return time.perf_counter()
+        reading = self.work.read(pages, self._until(request))
+        self._readings.setdefault(request, []).append(reading)
+        return reading.began
 
     def _missing(
-        self, tree: PrefixCache, request: Request, has: Callable[[Page], bool]
-    ) -> tuple[list[Key], list[dict[int, Page]]]:
-        """The keys of a longer hit with pages that another place has, and per group those pages by number."""
-        nodes, asked = tree.walk(request), tree.asked(request)
-        keys, none = asked.keys, [dict[int, Page]() for _ in tree.groups]
-        there = np.zeros((len(keys), len(tree.groups)), bool)
-        there[: len(nodes)] = tree.held(nodes) >= 0
+        self, tree: PrefixCache, request: Request, has: Callable[[list[bytes]], NDArray[np.bool_]]
+    ) -> tuple[int, list[dict[int, Page]]]:
+        """How many pages a longer hit has with those of another place, 0 where there is none, and per group the pages
+        from there by number. has: which of some pages, by their names, are there: [names, groups]."""
+        (nodes, held), asked = tree.look(request), tree.asked(request)
+        none = [dict[int, Page]() for _ in tree.groups]
+        there = np.zeros((asked.count, len(tree.groups)), bool)
+        there[: len(nodes)] = held >= 0
         known = tree.reach(there)[0]
-        if known == len(keys):
-            return [], none
-        names, found = asked.names([node.digest for node in nodes], self.root), there.copy()
-        for page, i in np.argwhere(~there).tolist():
-            found[page, i] = has((names[page], i))
-            if not found[page, i] and tree.groups[i].reach is None:
+        if known == asked.count:
+            return 0, none
+        found, whole = there.copy(), [group.reach is None for group in tree.groups]
+        for start in range(0, asked.count, NAMED):
+            part = found[start : start + NAMED]
+            if not part.all():
+                end = start + len(part)
+                names = asked.names(end, (node.digest for node in nodes), self.root)
+                part |= has(names[start:end])
+            if not part[:, whole].all():
                 break  # no hit is longer
         usable = tree.reach(found)[0]
         if usable <= known:
-            return [], none
-        firsts = [group.first(usable * PAGE_SIZE) for group in tree.groups]
+            return 0, none
+        names, firsts = asked.digests, [group.first(usable * PAGE_SIZE) for group in tree.groups]
         lacking = [(first + np.flatnonzero(~there[first:usable, i])).tolist() for i, first in enumerate(firsts)]
-        return keys[:usable], [{page: (names[page], i) for page in pages} for i, pages in enumerate(lacking)]
+        return usable, [{page: (names[page], i) for page in pages} for i, pages in enumerate(lacking)]
 
     def _install(self, tree: PrefixCache, request: Request, came: dict[Page, PageRows]) -> bool:
         """Put what came into the pools; False if a page turned out to be of no use, and is there no more."""
-        keys, wanted = self._missing(tree, request, came.__contains__)
-        held = [pages[pages >= 0] for pages in tree.held(tree.walk(request)).T]
+        usable, wanted = self._missing(tree, request, lambda names: _among(came, names, len(tree.groups)))
+        held = [pages[pages >= 0] for pages in tree.look(request)[1].T]
         for group, pages in zip(tree.groups, held):
             group.pool.share(pages)
         fits = all(len(missing) <= group.pool.free for group, missing in zip(tree.groups, wanted))
-        done = not keys or not fits or self._fill(tree, keys, wanted, came, self._settled[request].sizes)
+        done = not usable or not fits or self._fill(tree, request, usable, wanted, came)
         for group, pages in zip(tree.groups, held):
             group.pool.give(pages)
         return done
@@ -275,44 +308,56 @@ class DiskTier:
     def _fill(
         self,
         tree: PrefixCache,
-        keys: list[Key],
+        request: Request,
+        end: int,
         wanted: list[dict[int, Page]],
         came: dict[Page, PageRows],
-        sizes: dict[Page, int],
     ) -> bool:
-        """Fill the wanted pages of each group, which are idle afterwards, and note their sizes. Where one is of no use,
-        it is there no more, those from its number on are not taken, and this is False.
+        """Fill the wanted pages of each group, of a hit of so many, which are idle afterwards, and note them. Where one
+        is of no use, it is there no more, those from its number on are not taken, and this is False.
 
         All are taken before a node is made: to take one may prune nodes that no page or request keeps in the tree.
         """
         taken = [group.pool.take(len(pages)) for group, pages in zip(tree.groups, wanted)]
         places = [dict(zip(pages, each.tolist())) for pages, each in zip(wanted, taken)]
-        end, bad = len(keys), list[Page]()
+        bad = list[Page]()
         for i, pages in enumerate(wanted):
             count = self._rows.write_pages(i, list(places[i].values()), [came[page] for page in pages.values()])
             number = next(islice(pages, count, None), end)
             if number < end:
                 end, bad = number, [pages[number]]
-        node = tree.root
-        for number, key in enumerate(keys[:end]):
-            node = tree.child(node, key)
-            for i, page in [(i, pages[number]) for i, pages in enumerate(wanted) if number in pages]:
-                tree.own(node, i, places[i][number])
-                sizes[page] = came[page].nbytes
-                self._restored += 1
+        path = self._grown(tree, request, end)
+        settled = self._settled[request]
+        if settled.read is None:
+            settled.read = np.zeros((tree.asked(request).count, len(tree.groups)), dtype=bool)
+        for i, pages in enumerate(wanted):
+            for number, page in pages.items():
+                if number < end:
+                    tree.own(path[number], i, places[i][number])
+                    settled.size += 0 if settled.read[number, i] else came[page].nbytes
+                    settled.read[number, i] = True
+                    self._restored += 1
         for group, each in zip(tree.groups, taken):
             group.pool.give(each)
-        tree.prune(node)
+        if path:
+            tree.prune(path[-1])
+            tree.trails.add(tree.asked(request).tokens, (), path)
         for page in bad:
             del came[page]
             self.work.discard(*page)
         return not bad
 
+    def _grown(self, tree: PrefixCache, request: Request, count: int) -> list[Node]:
+        """The nodes of a request's first pages, made where there are none."""
+        path, asked = tree.walk(request)[:count], tree.asked(request)
+        for page in range(len(path), count):
+            path.append(tree.child(path[-1] if path else tree.root, asked.key(page), asked.digests[page]))
+        return path
 
-def _path(node: Node) -> list[Node]:
-    """The nodes up to one, the first page's first."""
-    found: list[Node] = []
-    while node.parent is not None:
-        found.append(node)
-        node = node.parent
-    return found[::-1]
+
+def _among(came: Container[Page], names: list[bytes], groups: int) -> NDArray[np.bool_]:
+    """Which pages came: [names, groups]."""
+    found = np.zeros((len(names), groups), dtype=bool)
+    for i in range(groups):
+        found[:, i] = [(name, i) in came for name in names]
+    return found

@@ -1,18 +1,19 @@
 """What the pages of a request hold: the keys by which the tree of cached pages finds them, and their names on disk.
 
-A request that waits asks for them at every step, and each of its thousands of pages takes a hash, so they are made once
-and kept while it waits.
+A request that waits asks for them at every step, and each of its thousands of names takes a hash, so they are made
+once, when they are needed first, and kept while it waits.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from deepinfer_compile.runtime.batch import PAGE_SIZE
+from deepinfer_compile.runtime.pages import Ints
 from deepinfer_compile.runtime.request import Request
 
 Key = tuple[bytes, int]
@@ -23,28 +24,58 @@ SIZE = PAGE_SIZE * 8
 
 @dataclass
 class Asked:
-    """Of a request of so many tokens: the keys of its full pages, its last token's not among them, and the names of as
-    many as were needed."""
+    """Of a request of so many tokens: its full pages, its last token's not among them, and the names of as many as were
+    needed.
+
+    tokens: i64, of these pages. prompt: tokens of the prompt where keys hold a hint, 0 where they do not.
+    """
 
     length: int
-    keys: list[Key]
+    tokens: Ints
+    prompt: int
     digests: list[bytes] = field(default_factory=list)
 
-    def names(self, known: Sequence[bytes], root: bytes) -> list[bytes]:
-        """Those of all pages. known: of the first ones; root: what they begin from."""
+    @classmethod
+    def of(cls, request: Request, reads_hint: bool) -> Asked:
+        """The pages of a request."""
+        length = request.length
+        tokens = request.tokens[: (length - 1) // PAGE_SIZE * PAGE_SIZE]
+        return cls(length, tokens, len(request.prompt) if reads_hint else 0)
+
+    @property
+    def count(self) -> int:
+        """How many pages."""
+        return len(self.tokens) // PAGE_SIZE
+
+    def key(self, page: int) -> Key:
+        """The key of a page."""
+        start = page * PAGE_SIZE
+        return self.tokens[start : start + PAGE_SIZE].tobytes(), self._hint(page)
+
+    def names(self, count: int, known: Iterable[bytes], root: bytes) -> list[bytes]:
+        """Those of the first pages, at least so many. known: of the first ones, looked at where there are none yet;
+        root: what they begin from."""
         if not self.digests:
             self.digests += known
-        digest = self.digests[-1] if self.digests else root
-        for key in self.keys[len(self.digests) :]:
-            digest = digest_of(digest, key)
+        digest, first = self.digests[-1] if self.digests else root, len(self.digests)
+        content = self.tokens[first * PAGE_SIZE : count * PAGE_SIZE].tobytes()
+        for page in range(first, count):
+            start = (page - first) * SIZE
+            digest = _name(digest, content[start : start + SIZE], self._hint(page))
             self.digests.append(digest)
         return self.digests
+
+    def _hint(self, page: int) -> int:
+        return max(self.prompt, page * PAGE_SIZE + 1) if self.prompt else 0
 
 
 def digest_of(parent: bytes, key: Key) -> bytes:
     """The name of a page on disk: a hash of what it holds and of the name of the page before."""
-    tokens, hint = key
-    return hashlib.sha256(parent + tokens + hint.to_bytes(8, "little")).digest()
+    return _name(parent, *key)
+
+
+def _name(parent: bytes, tokens: bytes, hint: int) -> bytes:
+    return hashlib.sha256(b"".join((parent, tokens, hint.to_bytes(8, "little")))).digest()
 
 
 def page_key(request: Request, page: int, reads_hint: bool) -> Key:
@@ -55,13 +86,3 @@ def page_key(request: Request, page: int, reads_hint: bool) -> Key:
         answer = request.output_ids[max(start - prompt, 0) : start + PAGE_SIZE - prompt]
         tokens += np.array(answer, dtype=np.int64).tobytes()
     return tokens, max(prompt, start + 1) if reads_hint else 0
-
-
-def page_keys(request: Request, reads_hint: bool) -> list[Key]:
-    """Of a request's full pages, its last token's not among them."""
-    prompt, count = len(request.prompt), (request.length - 1) // PAGE_SIZE
-    tokens = request.prompt.tobytes()
-    hint = prompt if reads_hint else 0
-    whole = min(prompt // PAGE_SIZE, count)
-    keys = [(tokens[at : at + SIZE], hint) for at in range(0, whole * SIZE, SIZE)]
-    return keys + [page_key(request, page, reads_hint) for page in range(whole, count)]

@@ -112,9 +112,21 @@ class Request:
         return len(self.prompt) + len(self.output_ids)
 
     @property
+    def tokens(self) -> NDArray[np.int64]:
+        """Prompt and output, of which nobody changes one; no copy where there is no output yet."""
+        if not self.output_ids:
+            return self.prompt
+        return np.concatenate((self.prompt, np.array(self.output_ids, dtype=np.int64)))
+
+    @property
     def metrics(self) -> RequestMetrics | None:
         """Of its first token, once it is there."""
         return self.timing.metrics() if self.timing is not None and self.timing.first else None
+
+    def spent(self, index: float, transfer: float = 0.0) -> None:
+        """Note seconds, if it is timed."""
+        if self.timing is not None:
+            self.timing.spent(index, transfer)
 
     @property
     def unscored(self) -> int:

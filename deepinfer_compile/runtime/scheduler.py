@@ -316,7 +316,7 @@ class Scheduler:
             self._expect(self.waiting[self._seats - 1])
         seat = request.seat = self._free.pop()
         self._seated[seat] = request
-        self._feed[seat] = np.concatenate((request.prompt, np.array(request.output_ids, dtype=np.int64)))
+        self._feed[seat] = request.tokens
         self._length[seat] = request.length
         self._done[seat] = hit.tokens if hit else 0
         self._prompt[seat] = len(request.prompt)
@@ -331,7 +331,7 @@ class Scheduler:
         self._kept = None
         seat, request.seat = request.seat, -1
         if self.prefix is not None:
-            self.prefix.leave(seat, failed=failed)
+            self.prefix.leave(seat, request, failed=failed)
         self.pages.clear(seat)
         self._seated[seat] = None
         self._feed.pop(seat, None)

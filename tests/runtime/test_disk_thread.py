@@ -9,8 +9,9 @@ import threading
 import pytest
 import torch
 
+from deepinfer_compile.runtime import disk_thread
 from deepinfer_compile.runtime.disk import DiskPages
-from deepinfer_compile.runtime.disk_thread import FEW, READERS, DiskThread
+from deepinfer_compile.runtime.disk_thread import FEW, PART, READERS, DiskThread
 from deepinfer_compile.runtime.page_rows import in_one
 from tests.runtime.conftest import Slow
 
@@ -69,6 +70,51 @@ def test_close_keeps_to_its_limit_and_may_come_again(tmp_path):
     assert not work.has(NAME, 0)
     assert (len(disk), work.queued) == (1, 0)
     assert DiskThread(disk).close(0)
+
+
+class Noted(Slow):
+    """seen: what is done, with how many pages; the first touch goes on when it may read."""
+
+    seen: list[tuple[str, int]]
+
+    def touch(self, digests, until):
+        self.seen.append(("touch", len(digests)))
+        self.entered.set()
+        assert self.reads.wait(60)
+        super().touch(digests, until)
+
+    def read(self, *args):
+        self.seen.append(("read", 1))
+        return super().read(*args)
+
+    def date(self, most=None):
+        self.seen.append(("date", min(len(self.undated), most or 10**9)))
+        super().date(most)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_loop_over_many_pages_lets_a_reading_go_first_and_others_run(late, tmp_path, monkeypatch):
+    disk = Noted(tmp_path, "m", 10**8)
+    names = [i.to_bytes(32, "big") for i in range(3 * PART)]
+    for one in names:
+        disk.write(one, 0, {"a": torch.ones(1)})
+    work, disk.seen = DiskThread(disk), []
+    monkeypatch.setattr(disk_thread, "LATE", -1.0 if late else 1e9)
+    disk.reads.clear()
+    disk.entered.clear()
+    work.touch((one for one in names), LATER)
+    assert disk.entered.wait(60)
+    reading = work.read([(names[-1], 0)], 0.0)
+    disk.reads.set()
+    assert work.flush(60)
+    assert reading.done
+    done = [each for each in disk.seen if each[1] and each[0] != "date"]
+    assert done == [("touch", PART), ("read", 1), ("touch", 1), *[("touch", PART)] * 2]
+    dates = [count for way, count in disk.seen if way == "date" and count]
+    assert sum(dates) >= 3 * PART
+    assert (dates[0] <= PART) == late
+    assert not disk.undated
+    work.close(60)
 
 
 class Together(DiskPages):

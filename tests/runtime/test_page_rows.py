@@ -14,7 +14,7 @@ from deepinfer_compile.runtime.disk import DiskPages
 from deepinfer_compile.runtime.executor import BundleExecutor
 from deepinfer_compile.runtime.kernel_blocks import StepState
 from deepinfer_compile.runtime.page_rows import ALIGN, PageRows
-from deepinfer_compile.runtime.prefix_keys import digest_of, page_key, page_keys
+from deepinfer_compile.runtime.prefix_keys import Asked, digest_of, page_key
 from tests.runtime.fakes import FULL, GROUPS, NARROW, WIDE
 from tests.runtime.sharing import GREEDY, engine, ids
 
@@ -135,7 +135,8 @@ def test_keys_made_together_are_those_made_one_by_one(hint, prompt, output):
     request = engine().make("a", ids(prompt), GREEDY)
     request.output_ids = ids(output, 1)
     tokens = np.array([*request.prompt, *request.output_ids])
-    keys = page_keys(request, hint)
+    asked = Asked.of(request, hint)
+    keys = [asked.key(page) for page in range(asked.count)]
     assert len(keys) == (prompt + output - 1) // 64
     for page, key in enumerate(keys):
         assert key == (tokens[page * 64 :][:64].tobytes(), max(prompt, page * 64 + 1) if hint else 0)
@@ -148,15 +149,16 @@ def test_names_follow_from_those_that_are_known():
     asked = cache.asked(request)
     assert cache.asked(request) is asked
     digest, want = b"r" * 32, []
-    for key in asked.keys:
-        digest = digest_of(digest, key)
+    for page in range(asked.count):
+        digest = digest_of(digest, asked.key(page))
         want.append(digest)
-    assert asked.names(want[:3], b"r" * 32) == want
-    assert asked.names([], b"") == want
+    assert asked.names(5, want[:3], b"r" * 32) == want[:5]
+    assert asked.names(7, [], b"") == want
+    assert asked.names(2, [], b"") == want
     request.output_ids = ids(90, 1)
     longer = cache.asked(request)
-    assert longer.keys[:7] == asked.keys
-    assert len(longer.keys) == 9
+    assert longer.tokens[: 7 * 64].tolist() == asked.tokens.tolist()
+    assert longer.count == 9
     cache.reset()
     assert cache.asked(request) is not longer
 

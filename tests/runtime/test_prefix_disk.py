@@ -211,12 +211,14 @@ def test_the_folder_stays_within_its_capacity(tmp_path):
         disk.write(name(i), 0, page(i))
     now[0] += 1
     disk.touch([name(0)], 0)
+    disk.date()
     disk.write(name(3), 0, page(3))
     assert [disk.has(name(i), 0) for i in range(4)] == [True, False, True, True]
     assert (disk.evictions, disk.size) == (1, 3 * size)
     assert sum(f.stat().st_size for f in files(tmp_path)) == disk.size
     now[0] += 1
     disk.touch([name(3)], 0)
+    disk.date()
     other = pages("another", 2 * size)
     assert [len(files(tmp_path)), len(other)] == [2, 2]
     found = disk.read(name(3), 0)

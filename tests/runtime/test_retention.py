@@ -204,10 +204,12 @@ def test_ends_go_before_what_they_hang_on_and_no_page_for_its_own_end(tmp_path):
     for i in (1, 2, 3):
         disk.write(name(i), 0, small(i), name(i - 1) if i > 1 else b"")
     disk.touch([name(3)], 0)  # later than those above it, which another process may not have read
+    disk.date()
     disk.write(name(7), 0, small(7))
     disk.write(name(8), 0, small(8))
     assert [disk.has(name(i), 0) for i in (1, 2, 3, 7, 8)] == [True, True, False, True, True]
     disk.touch([name(2), name(1)], 0)
+    disk.date()
     for i in (3, 4, 5):
         disk.write(name(i), 0, small(i), name(i - 1))
     assert [disk.has(name(i), 0) for i in (1, 2, 3, 4, 5, 7, 8)] == [True] * 4 + [False] * 3
@@ -254,10 +256,12 @@ def test_no_page_is_left_that_nobody_finds_and_the_bound_holds(steps, capacity):
             elif what == "read":
                 held, there = disk.read(name(i), 0), path is not None and path.stat().st_size > 0
                 disk.touch([name(i)] if held is not None else [], time[0] + 20)
+                disk.date()
                 assert (held is not None) == there
                 assert held is None or torch.equal(held["a"], small(i)["a"])
             elif what == "touch":
                 disk.touch([name(i)], time[0] + 20)
+                disk.date()
             elif what == "remove":
                 disk.remove(name(i))
             elif what == "damage" and path is not None:
