@@ -117,7 +117,8 @@ class Engine:
         Raises BadRequest for an empty prompt or ids outside the vocabulary, ContextTooLong for a prompt that leaves no
         room for a token (or for min_tokens). A max_tokens beyond the context length ends at it with reason "length".
         """
-        self._check(request_id, prompt, params)
+        tokens = _array(prompt)
+        self._check(request_id, prompt, tokens, params)
         room = self.max_model_len - len(prompt)
         needed = max(1, params.min_tokens)
         if room < needed:
@@ -126,7 +127,7 @@ class Engine:
         eos = frozenset[int]() if params.ignore_eos else self._eos
         return Request(
             id=request_id,
-            prompt=np.array(prompt, dtype=np.int64),
+            prompt=tokens,
             params=params,
             limit=room if params.max_tokens is None else min(params.max_tokens, room),
             end_ids=eos | frozenset(params.stop_ids),
@@ -270,13 +271,17 @@ class Engine:
             self._take(ahead.requests[row], token)
         return True
 
-    def _check(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+    def _check(self, request_id: str, prompt: Sequence[int], tokens: Ints, params: SamplingParams) -> None:
+        """See `make`. tokens: the prompt's."""
         vocab = self._executor.vocab_size
         if not len(prompt):
             fix = "give at least one token"
             raise BadRequest(request=request_id, reason="the prompt is empty", fix=fix)
-        for name, ids in (("prompt", prompt), ("stop_token_ids", params.stop_ids)):
-            if ids and not 0 <= min(ids) <= max(ids) < vocab:
+        for name, ids, array in (
+            ("prompt", prompt, tokens),
+            ("stop_token_ids", params.stop_ids, _array(params.stop_ids)),
+        ):
+            if len(array) and not 0 <= array.min() <= array.max() < vocab:
                 wrong = next(token for token in ids if not 0 <= token < vocab)
                 fix = "use the tokenizer of this model"
                 reason = f"{name} holds {wrong}, the vocabulary has {vocab} ids"
@@ -355,3 +360,11 @@ class Engine:
     def _release(self, request: Request) -> None:
         """Free what a request holds that has ended."""
         self.scheduler.remove(request)
+
+
+def _array(ids: Sequence[int]) -> Ints:
+    """Token ids as an array; those that no vocabulary has may be others there that none has."""
+    try:
+        return np.array(ids, dtype=np.int64)
+    except OverflowError:
+        return np.array([min(max(token, -1), 2**63 - 1) for token in ids], dtype=np.int64)

@@ -21,10 +21,12 @@ class PenaltyCounts:
     """How often a request has put out each id it has seen. Ids of the prompt count 0 until they are put out."""
 
     def __init__(self, params: SamplingParams, prompt: NDArray[np.int64], output: list[int]) -> None:
-        seen = np.unique(prompt)
+        # a sort of a long prompt, or a loop over its ids, would take longer than the step that waits for it
+        there = np.zeros(int(prompt.max(initial=-1)) + 1, dtype=bool)
+        there[prompt] = True
+        seen = np.flatnonzero(there)
         self.factors = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-        self._at = {int(token): i for i, token in enumerate(seen)}
-        self._ids = seen
+        self._prompt, self._new, self._ids = seen, dict[int, int](), seen.copy()
         self._counts = np.zeros(len(seen), dtype=np.float32)
         for token in output:
             self.add(token)
@@ -33,7 +35,9 @@ class PenaltyCounts:
         """Count one more output token; a negative one (no valid choice) is left out."""
         if token < 0:
             return
-        at = self._at.setdefault(token, len(self._at))
+        at = int(np.searchsorted(self._prompt, token))
+        if at == len(self._prompt) or self._prompt[at] != token:
+            at = self._new.setdefault(token, len(self._prompt) + len(self._new))
         if at == len(self._ids):
             self._ids = np.concatenate((self._ids, np.zeros(at + 16, dtype=np.int64)))
             self._counts = np.concatenate((self._counts, np.zeros(at + 16, dtype=np.float32)))
@@ -43,7 +47,8 @@ class PenaltyCounts:
     @property
     def seen(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Ids seen, and how often each was put out."""
-        return self._ids[: len(self._at)], self._counts[: len(self._at)]
+        count = len(self._prompt) + len(self._new)
+        return self._ids[:count], self._counts[:count]
 
     @staticmethod
     def apply(logits: Tensor, rows: list[tuple[int, PenaltyCounts]]) -> None:

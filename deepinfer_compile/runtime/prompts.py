@@ -57,7 +57,9 @@ def encode(request_id: str, prompt: Prompt, codec: TextCodec | None) -> Encoded:
         return Encoded(plain, _needed(codec).encode(plain))
     if not isinstance(plain, (list, tuple)):
         raise _refused(request_id, f"it is a {type(prompt).__name__}")
-    if not plain or all(isinstance(entry, Integral) and not isinstance(entry, bool) for entry in plain):
+    if set(map(type, plain)) <= {int}:  # a long prompt's ids, of which the next line would ask one by one
+        return Encoded(None, list(plain))
+    if all(isinstance(entry, Integral) and not isinstance(entry, bool) for entry in plain):
         return Encoded(None, [int(entry) for entry in plain])
     if all(isinstance(entry, Mapping) for entry in plain):
         return Encoded(None, _needed(codec).encode_chat([dict(entry) for entry in plain]))
