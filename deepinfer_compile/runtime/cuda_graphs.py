@@ -40,6 +40,8 @@ TURNS = 2
 """Graphs of a size. They take turns, so that a step's inputs can be copied while the step before runs on its own."""
 FIXED = ("rows", "query_start")
 """One token a request: the same in every step."""
+SPARED = 64 << 10
+"""Bytes of block tables that nobody reads, from which on they are left out of a copy at the price of a copy a table."""
 _IDLE = {"slot_": -1, "context_hint": 1}
 """What inputs hold where there is no request: 0 if they are not named here, and no page (-1) in block tables."""
 
@@ -64,7 +66,8 @@ def bucket_of(requests: int) -> int | None:
 
 
 class PackedInputs:
-    """Every input of a step in one piece of memory, on the host and on the device, so that a step costs one copy.
+    """Every input of a step in one piece of memory, on the host and on the device, so that a step costs one copy; one
+    more for each block table, where these are wide and most of their rows belong to nobody.
 
     like: the inputs of some step, `FED` first. size: requests (and tokens) that there is room for. pages: columns of a
     block table. fixed: inputs that are 0, 1, 2 and so on in every step.
@@ -79,7 +82,8 @@ class PackedInputs:
         fixed: tuple[str, ...] = FIXED,
     ) -> None:
         self.fixed = fixed
-        shapes = {name: _room(name, size, pages, held) for name, held in like.items()}
+        names = sorted(like, key=_is_table)
+        shapes = {name: _room(name, size, pages, like[name]) for name in names}
         bytes_of = {name: prod(shape) * like[name].element_size() for name, shape in shapes.items()}
         starts = dict(zip(bytes_of, accumulate((_aligned(n) for n in bytes_of.values()), initial=0)))
         total = sum(map(_aligned, bytes_of.values()))
@@ -87,8 +91,9 @@ class PackedInputs:
             raise AssertionError(f"{FED} is not the first input")
         here = torch.empty(total, dtype=torch.uint8, pin_memory=device.type == "cuda")
         there = torch.empty(total, dtype=torch.uint8, device=device)
-        fed = _aligned(bytes_of[FED])
+        fed, head = _aligned(bytes_of[FED]), sum(_aligned(n) for name, n in bytes_of.items() if not _is_table(name))
         self._all, self._unfed = (there, here), (there[fed:], here[fed:])
+        self._heads = (there[:head], here[:head]), (there[fed:head], here[fed:head])
         # torch's indexing would cost more than the copy
         self._given: dict[str, NDArray[Any]] = {}
         self.inputs: dict[str, Tensor] = {}
@@ -96,32 +101,47 @@ class PackedInputs:
             piece = slice(starts[name], starts[name] + bytes_of[name])
             self._given[name] = here[piece].view(like[name].dtype).view(shape).numpy()
             self.inputs[name] = there[piece].view(like[name].dtype).view(shape)
+        tables = [slice(starts[name], starts[name] + bytes_of[name]) for name in names if _is_table(name)]
+        self._tables = [(there[piece].view(size, -1), here[piece].view(size, -1)) for piece in tables]
+        self._row_bytes = sum(table.shape[1] for table, _ in self._tables)
+        self._size = size
         for name, view in self._given.items():
             if name in fixed:
                 view[:] = np.arange(len(view))
             else:
-                view.fill(-1 if name.startswith("block_table") else _idle(name))
+                view.fill(-1 if _is_table(name) else _idle(name))
         there.copy_(here)
 
-    def fill(self, given: Mapping[str, NDArray[Any]], *, following: bool = False) -> None:
-        """Take a step's inputs, those that are not given stay; where there is no request, inputs are idle.
+    def fill(self, given: Mapping[str, NDArray[Any]], *, following: bool = False) -> int:
+        """Take a step's inputs, those that are not given stay; where there is no request, inputs are idle, and what
+        block tables hold is not known. How many bytes are copied.
 
         following: all but `FED`, which the step before leaves on the device. The copy is ordered before what comes
         later on the current stream; it must have ended before the next call.
         """
+        rows = 0
         for name, held in given.items():
             if name in self.fixed or (following and name == FED):
                 continue
             view = self._given[name]
-            if name.startswith("block_table"):
+            if _is_table(name):
+                rows = max(rows, held.shape[0])
                 view[: held.shape[0], : held.shape[1]] = held
                 continue
             count = held.shape[-1]
             view[..., :count] = held
             if count < view.shape[-1]:
                 view[..., count:] = _idle(name)
-        there, here = self._unfed if following else self._all
-        there.copy_(here, non_blocking=True)
+        parts = [self._unfed if following else self._all]
+        if (self._size - rows) * self._row_bytes >= SPARED:
+            parts = [self._heads[following], *((there[:rows], here[:rows]) for there, here in self._tables)]
+        for there, here in parts:
+            there.copy_(here, non_blocking=True)
+        return sum(there.nbytes for there, _ in parts)
+
+
+def _is_table(name: str) -> bool:
+    return name.startswith("block_table")
 
 
 def _idle(name: str) -> int:
@@ -135,7 +155,7 @@ def _aligned(size: int) -> int:
 
 def _room(name: str, size: int, pages: int, held: Tensor) -> tuple[int, ...]:
     """The shape of an input for `size` requests."""
-    if name.startswith("block_table"):
+    if _is_table(name):
         return (size, pages)
     if name == "query_start":
         return (size + 1,)

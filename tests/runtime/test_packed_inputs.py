@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import Tensor
 
-from deepinfer_compile.runtime.cuda_graphs import PackedInputs
+from deepinfer_compile.runtime.cuda_graphs import SPARED, PackedInputs
 
 CPU = torch.device("cpu")
 
@@ -60,3 +61,24 @@ def test_inputs_do_not_overlap_and_are_aligned() -> None:
     assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
     base = min(begin for begin, _ in spans)
     assert all((begin - base) % 64 == 0 for begin, _ in spans)
+
+
+@pytest.mark.parametrize("size", [4, 32])
+def test_of_long_block_tables_only_the_rows_of_requests_are_copied(size: int) -> None:
+    columns = 4096
+    like = step(3, 2, 0)
+    packed, short = PackedInputs(like, size, columns, CPU), PackedInputs(like, size, 1, CPU)
+    for seed, requests in enumerate([1, 3, size, 2]):
+        given = step(requests, columns, seed)
+        few = {name: held[:, :1] if name.startswith("block_table") else held for name, held in given.items()}
+        arrays = {name: held.numpy() for name, held in given.items()}
+        for following in (False, True):
+            rest = short.fill({name: held.numpy() for name, held in few.items()}, following=following)
+            table = 2 * 4 * columns
+            more = packed.fill(arrays, following=following) - requests * table
+            assert 0 <= more < rest + SPARED
+        for name, held in given.items():
+            if name.startswith("block_table"):
+                assert torch.equal(packed.inputs[name][:requests], held)
+            elif name not in ("rows", "query_start"):
+                assert torch.equal(packed.inputs[name][..., :requests], held)
