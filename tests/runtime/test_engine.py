@@ -213,7 +213,7 @@ def test_requests_that_cannot_run_are_refused():
         target.make("r", prompt_of(64), SamplingParams())
     with pytest.raises(ContextTooLong, match="70 tokens"):
         target.make("r", prompt_of(60), SamplingParams(min_tokens=10))
-    for wrong in (-1, VOCAB):
+    for wrong in (-1, VOCAB, 2**63, 2**80, -(2**70)):
         with pytest.raises(BadRequest, match=f"prompt holds {wrong}"):
             target.make("r", [1, wrong], SamplingParams())
     with pytest.raises(BadRequest, match=f"stop_token_ids holds {VOCAB}"):
