@@ -95,6 +95,12 @@ def resume(rows: Rows) -> None:
         leave_memory(kept)
         for tokens in LENGTHS:
             add(rows, tokens, "disk", ask(llm, conversation(tokens)), f", where plain reading of all files has {link}")
+        llm.close()
+        del llm
+        torch.cuda.empty_cache()
+        llm = load(bundle, root / "weights", kept)
+        for tokens in LENGTHS:
+            add(rows, tokens, "disk, files in memory", ask(llm, conversation(tokens)), "")
 
 
 def device(llm: Any, prompt: list[int]) -> tuple[float, float]:
