@@ -41,8 +41,10 @@ LONGEST = 8192
 """Candidates, which a program holds to see where they end."""
 SMALLEST_TILE = 16
 PIECES = (1, 8, 64, 256)
-TOGETHER, MANY = 4, 512
-"""Tokens that are scored together, and from how many on: fewer are most likely of as many requests."""
+TOGETHER = 4
+"""New tokens of a request that share one reading of its keys, where it has several."""
+MANY = 512
+"""Tokens whose programs fill the target."""
 NARROWING = ((256, 1), (1024, 4), (2048, 8), (2048, 4), (4096, 4), (4096, 8), (4096, 16))
 """Places that narrow holds, with its warps."""
 CHOOSING = ((1024, 1), (4096, 4), (16384, 16))
@@ -52,8 +54,8 @@ CHOOSING = ((1024, 1), (4096, 4), (16384, 16))
 @dataclass(frozen=True)
 class Params:
     """width: elements of a key. page: rows of a page. ratio, top, block, blocks: as in the operation. limit: candidates
-    of a token, 0 where there are none. align: elements, of which every row starts at a multiple. form: of packed keys,
-    whose rows start at multiples of `bytes_align` bytes."""
+    of a token, 0 where there are none. align: elements, of which every row starts at a multiple. queries: new tokens of
+    a request that may share its keys. form: of packed keys, whose rows start at multiples of `bytes_align` bytes."""
 
     heads: int
     width: int
@@ -67,6 +69,7 @@ class Params:
     dtype: torch.dtype
     weights_dtype: torch.dtype
     align: int
+    queries: int = 1
     form: tuple[int, ...] = ()
     bytes_align: int = 1
 
@@ -132,6 +135,7 @@ def bind(call: Call) -> Params | Refused:
         dtype=q.dtype,
         weights_dtype=weights.dtype,
         align=alignment(q) if form else alignment(q, keys),
+        queries=1 if call.phase == "decode" else TOGETHER,
         form=form,
         bytes_align=alignment(keys) if form else 1,
     )
@@ -155,7 +159,7 @@ def _step(params: Params) -> int:
 
 def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
     heads, width = config.tokens * _tile(params.heads), config.block_k
-    if config.tokens > 1 and (params.limit or width < _tile(params.width)):
+    if config.tokens > 1 and (params.limit or params.queries == 1 or width < _tile(params.width)):
         return False
     shared = heads * (width + config.block_n) + (config.num_stages + 1) * config.block_n * _tile(params.width)
     lanes = config.num_warps * 32
@@ -167,15 +171,14 @@ def _is_legal(params: Params, config: Config, limits: Limits) -> bool:
 
 
 def default(params: Params, limits: Limits, tokens: int) -> Config:
-    """As many rows at a time as fit, several tokens where there are many, and pieces until every core has two
+    """As many rows at a time as fit, several tokens where requests have them, and pieces until every core has two
     programs."""
-    wanted = 2 * limits.cores // max(1, tokens)
-    pieces = next((n for n in PIECES if n >= wanted), PIECES[-1])
     # many tokens fill the target with programs of few warps, which wait less for each other
     most = 4 if tokens >= MANY else limits.max_warps
     ends = *_most(NARROWING, min(8, most)), *_most(CHOOSING, most)
-    together = TOGETHER if tokens >= MANY else 1
-    for several, block_n in product({together: 0, 1: 0}, (128, 64, 32, 16)):
+    for several, block_n in product({params.queries: 0, 1: 0}, (128, 64, 32, 16)):
+        wanted = 2 * limits.cores // max(1, tokens // several)
+        pieces = next((n for n in PIECES if n >= wanted), PIECES[-1])
         # the sums of several tokens fill eight warps, which keep no room for rows ahead
         for stages, warps in product((1,) if several > 1 else (3, 2, 1), (8, 4, 2) if several > 1 else (4, 8, 2)):
             config = Config(block_n, _step(params), pieces, warps, stages, *ends, several)
@@ -222,16 +225,16 @@ CASES = (
     _case("few", (1, 1, 0, 3), (5, 0, 0, 2), 4, top=12, blocks=9),
     _case("limited", (1, 1, 1), (200, 64, 9), 1, limit=7, block=4, blocks=0, top=11, width=8, align=8),
     _case("both", (1, 2, 1), (250, 130, 1), 2, limit=12, block=3, blocks=4, heads=6),
-    _case("verify", (3, 1, 4), (2, 64, 130), 4, width=24, align=8, heads=17),
-    _case("prompts", (12, 1, 0, 9), (100, 1, 65, 9), 1, top=20, block=8, blocks=3),
+    _case("verify", (3, 1, 4), (2, 64, 130), 4, width=24, align=8, heads=17, queries=4),
+    _case("prompts", (12, 1, 0, 9), (100, 1, 65, 9), 1, top=20, block=8, blocks=3, queries=4),
     _case("chunk", (9, 3), (150, 3), 2, weights_dtype=torch.bfloat16, limit=20, block=2, blocks=0, **BF16),
     _case("narrow rows", (1, 1), (200, 64), 1, limit=7, block=8, blocks=0, dtype=torch.bfloat16, heads=8, width=20),
-    _case("packed", (1, 2, 1), (127, 3, 300), 2, top=40, blocks=6, width=96, align=8, form=KEYS),
+    _case("packed", (1, 2, 1), (127, 3, 300), 2, top=40, blocks=6, width=96, align=8, queries=4, form=KEYS),
     _case("bytes", (4, 1), (150, 64), 1, limit=20, block=2, blocks=0, **{**BF16, "width": 64}, form=(8, 32, 1)),
     _case("typical", (1,) * 64, (32768,) * 64, 4, blocks=2048, **V41),
     _case("stored", (1,) * 64, (32768,) * 64, 2, blocks=2048, **V41, form=KEYS, bytes_align=4),
     _case("narrow", (1,) * 64, (32768,) * 64, 4, limit=2048, blocks=0, **V41),
-    _case("prefill", (2048,), (8192,), 4, blocks=2048, **V41),
+    _case("prefill", (2048,), (8192,), 4, blocks=2048, queries=4, **V41),
     _case("largest", (1,) * 64, (131072,) * 64, 1, blocks=2048, **V41),
 )
 

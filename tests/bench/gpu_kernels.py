@@ -176,7 +176,8 @@ def stored(rows: Rows) -> None:
         for batch, new, keys in STORED:
             counts = ((new,) * batch, (keys,) * batch)
             for who, changes in (("bf16", {}), ("bytes", forms[spec.op.name])):
-                params = replace(usual, **page, **changes)
+                several = {"queries": 4} if hasattr(usual, "queries") and new > 1 else {}
+                params = replace(usual, **page, **changes, **several)
                 given = operands(spec, params, *counts)
                 times = measure(spec, params, spec.default(params, limits, batch * new), given)
                 size = spec.work(params, *counts)

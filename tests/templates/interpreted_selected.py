@@ -58,12 +58,12 @@ class Steps:
         return [torch.randn(max(n, 1), *shape, generator=generator) for n in self.lengths]
 
 
-def call(op: Op, folder: Path, *values: Any, **changes: Any) -> tuple[Tensor, ...]:
+def call(op: Op, folder: Path, *values: Any, phase: str = "decode", **changes: Any) -> tuple[Tensor, ...]:
     """The results of an operation's kernel, with its default configuration, or `config`."""
     names = op.overload._schema.arguments
     given = dict(zip((a.name for a in names), (*values, *(a.default_value for a in names[len(values) :])), strict=True))
     spec = next(s for s in specs() if s.op is op)
-    params = spec.bind(Call(op, given, "decode"))
+    params = spec.bind(Call(op, given, phase))
     assert isinstance(params, spec.params), params
     config = spec.config(**{**vars(spec.default(params, LIMITS, 64)), **changes})
     assert config in set(spec.space(params, LIMITS)), config
@@ -220,7 +220,7 @@ def test_rows_chosen_step_by_step_are_those_of_whole_sequences(cuts: Any, ratio:
         given = (*(batch.packed(x, spans) for x in (q, weights)), stored, written, *meta)
         rest = (0.5, ratio, 5, block)
         chosen, made = call(ops.CACHED_SELECT_ROWS, tmp_path, *given, None, *rest, blocks, block_s=1024, narrow_warps=4)
-        beside, _ = call(ops.CACHED_SELECT_ROWS, tmp_path, *given, None, *rest, blocks, tokens=4, num_warps=4)
+        beside, _ = call(ops.CACHED_SELECT_ROWS, tmp_path, *given, None, *rest, blocks, phase="verify")
         assert torch.equal(beside, chosen)
         again, none = call(ops.CACHED_SELECT_ROWS, tmp_path, *given, made, *rest, 0)
         assert none.shape == (len(slot), 0)
