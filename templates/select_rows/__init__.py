@@ -43,8 +43,8 @@ SMALLEST_TILE = 16
 PIECES = (1, 8, 64, 256)
 TOGETHER = 4
 """New tokens of a request that share one reading of its keys, where it has several."""
-MANY = 512
-"""Tokens whose programs fill the target."""
+SOME, MANY = 32, 512
+"""Tokens whose programs fill the target, where a line has many parts and where it has few."""
 NARROWING = ((256, 1), (1024, 4), (2048, 8), (2048, 4), (4096, 4), (4096, 8), (4096, 16))
 """Places that narrow holds, with its warps."""
 CHOOSING = ((1024, 1), (4096, 4), (16384, 16))
@@ -174,9 +174,12 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
     """As many rows at a time as fit, several tokens where requests have them, and pieces until every core has two
     programs."""
     # many tokens fill the target with programs of few warps, which wait less for each other
-    most = 4 if tokens >= MANY else limits.max_warps
-    ends = *_most(NARROWING, min(8, most)), *_most(CHOOSING, most)
+    narrow, choose = 4 if tokens >= SOME else 8, 4 if tokens >= MANY else 16
+    ends = *_most(NARROWING, min(narrow, limits.max_warps)), *_most(CHOOSING, min(choose, limits.max_warps))
     for several, block_n in product({params.queries: 0, 1: 0}, (128, 64, 32, 16)):
+        # packed keys of more rows would not leave several tokens their registers
+        if params.form and several > 1 and block_n == 128:
+            continue
         wanted = 2 * limits.cores // max(1, tokens // several)
         pieces = next((n for n in PIECES if n >= wanted), PIECES[-1])
         # the sums of several tokens fill eight warps, which keep no room for rows ahead
