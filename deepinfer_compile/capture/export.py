@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import UserError, UserErrorType
 from torch.fx import Graph, GraphModule, Node
 
+from deepinfer_compile.capture.again import met_again
 from deepinfer_compile.capture.decompose import decomposed
 from deepinfer_compile.capture.standins import without_values
 from deepinfer_compile.errors import CompileError, DynamicRangeLost, UnsupportedConstruct
@@ -72,7 +73,8 @@ def _export(function: nn.Module, examples: dict[str, Tensor], taken: dict[str, s
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, about how it stores specs
-            exported = torch.export.export(function, (), kwargs=examples, dynamic_shapes=dynamic, strict=False)
+            with met_again():
+                exported = torch.export.export(function, (), kwargs=examples, dynamic_shapes=dynamic, strict=False)
             return decomposed(exported)
     except UserError as err:
         if not bounded or err.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
