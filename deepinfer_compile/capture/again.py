@@ -15,6 +15,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def met_again() -> Iterator[None]:
     try:
         tracing: Any = importlib.import_module("torch.fx.experimental.proxy_tensor")
         copied = importlib.import_module("torch._subclasses.fake_impls").fast_detach
+        lazy = importlib.import_module("torch.fx._lazy_graph_module")._use_lazy_graph_module
         whole = tracing.proxy_call
         made = tracing._ProxyTensor, tracing.set_proxy_slot, tracing.track_tensor_tree, tracing.fetch_sym_proxy
     except (ImportError, AttributeError):  # these are no promises of torch's
@@ -55,7 +57,8 @@ def met_again() -> Iterator[None]:
 
     tracing.proxy_call = call
     try:
-        yield
+        with lazy(True):
+            yield
     finally:
         tracing.proxy_call = whole
 
@@ -78,33 +81,40 @@ class _Memory:
         self.tracked, self.track, self.track_all = tracked, track, track_all
         self.symbol = symbol(self.tracer)
         self.known: dict[Any, Any] = {}
-        self.stacks: dict[Any, str | None] = {}
+        self.stacks: dict[tuple[int, ...], str] = {}
+        self.kept: list[Any] = []
+        """the code whose ids are in `stacks`, so that no id is used twice"""
         self.fit: dict[Any, bool] = {}
-        """By operator, whether what it gives may be remembered"""
+        """by operator, whether what it gives may be remembered"""
+        self.constant, self.varying = False, False
+        """whether constants, and other tensors, are among the operands looked at"""
 
     def call(self, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         """What `proxy_call` does."""
         try:
-            key = (func, *self.state(func), self.form(args), self.form(kwargs))
+            key = self.key(func, args, kwargs)
         except _Unusual:
             return self.whole(self.mode, func, pre_dispatch, args, kwargs)
         like = self.known.get(key)
         if like is not None:
             return self.repeated(func, args, kwargs, like)
         out = self.whole(self.mode, func, pre_dispatch, args, kwargs)
-        # the key is made anew: the call may have taught the trace something about sizes
         if self.rememberable(out, (args, kwargs)):
-            self.known[func, *self.state(func), self.form(args), self.form(kwargs)] = self.copy(out)
+            self.known[key] = self.copy(out)
         return out
 
-    def state(self, func: Any) -> tuple[Any, ...]:
-        """What a result depends on besides operands: what is known about sizes. Raises _Unusual."""
+    def key(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """All that the form of a result depends on. Raises _Unusual."""
         fit = self.fit.get(func)
         if fit is None:
             fit = self.fit[func] = self.fits(func)
         if not fit or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
             raise _Unusual
-        return ()
+        self.constant, self.varying = False, False
+        key = (func, self.form(args), self.form(kwargs))
+        if self.constant and not self.varying:  # what is made of constants alone is a constant
+            raise _Unusual
+        return key
 
     def fits(self, func: Any) -> bool:
         """Whether an operator gives tensors that depend on the form of its operands only."""
@@ -130,10 +140,14 @@ class _Memory:
         raise _Unusual
 
     def form_of(self, tensor: FakeTensor) -> Any:
-        """Of a tensor that the trace knows and that is no constant."""
+        """Of a tensor that the trace knows. Raises _Unusual."""
         found = self.tracer.tensor_tracker.get(tensor)
-        if found is None or found.constant is not None or tensor.constant is not None:
+        if found is None:
             raise _Unusual
+        if found.constant is None and tensor.constant is None:
+            self.varying = True
+        else:
+            self.constant = True
         sizes = [s if type(s) is int else s.node._expr for s in (*tensor.shape, *tensor.stride())]
         offset: Any = tensor.storage_offset()
         offset = offset if type(offset) is int else offset.node._expr
@@ -162,7 +176,7 @@ class _Memory:
         """A call that was met before."""
         tracer = self.tracer
         name = tracer.graph._target_to_str(func.overloadpacket.__name__)
-        proxy = self.written(func, self.proxies(args), self.proxies(kwargs), name)
+        proxy = self.written(func, self.nodes(args), self.nodes(kwargs), name)
         out = self.copy(like)
         if isinstance(out, Tensor):
             proxy.node.meta["val"] = self.copy(like)
@@ -175,40 +189,47 @@ class _Memory:
         """The call's node. Its stack is put into words only where no call came from the same lines."""
         tracer = self.tracer
         wanted = tracer.record_stack_traces
-        place = _place() if wanted else None
-        known = place in self.stacks
-        tracer.record_stack_traces = wanted and not known
+        place = _place() if wanted else ()
+        words = self.stacks.get(place)
+        tracer.record_stack_traces = wanted and words is None
         try:
-            proxy = tracer.create_proxy("call_function", func, args, kwargs, name=name)
+            node = tracer.create_node("call_function", func, args, kwargs, name, None)
         finally:
             tracer.record_stack_traces = wanted
-        if known and self.stacks[place] and not proxy.node.stack_trace:
-            proxy.node.stack_trace = self.stacks[place]
-        elif wanted and not known:
-            self.stacks[place] = proxy.node.stack_trace
-        return proxy
+        if words is not None:
+            node.meta.setdefault("stack_trace", words)
+        elif wanted and node.meta.get("stack_trace"):
+            self.stacks[place] = node.meta["stack_trace"]
+            self.kept.append(_codes())
+        return tracer.proxy(node)
 
-    def proxies(self, held: Any) -> Any:
+    def nodes(self, held: Any) -> Any:
         """Arguments as the graph holds them."""
         if isinstance(held, Tensor):
-            return self.tracer.tensor_tracker[held].proxy
+            return self.tracer.tensor_tracker[held].proxy.node
         if isinstance(held, SymInt):
-            return self.symbol(held)
+            found = self.symbol(held)
+            return getattr(found, "node", found)
         if isinstance(held, (list, tuple)):
-            return type(held)([self.proxies(h) for h in held])
+            return type(held)([self.nodes(h) for h in held])
         if isinstance(held, dict):
-            return {k: self.proxies(h) for k, h in held.items()}
+            return {k: self.nodes(h) for k, h in held.items()}
         return held
 
 
-def _place() -> tuple[Any, ...]:
-    """Where the program is, caller by caller."""
-    found: list[Any] = []
+def _place() -> tuple[int, ...]:
+    """Where the program is, caller by caller. Code itself would be slow to look up."""
+    found: list[int] = []
     frame: Any = sys._getframe(1)
     while frame is not None:
-        found.append((frame.f_code, frame.f_lasti))
+        found += (id(frame.f_code), frame.f_lasti)
         frame = frame.f_back
     return tuple(found)
+
+
+def _codes() -> list[Any]:
+    """The code that `_place` names."""
+    return [frame.f_code for frame, _ in walk_stack(sys._getframe(1))]
 
 
 def _tensors(held: Any) -> Iterator[Tensor]:
