@@ -1,12 +1,11 @@
 """Operators that a trace meets again are not worked out again.
 
 The layers of a model call the same operators with operands of the same shapes over and over, and torch.export spends
-milliseconds on each: what sizes come out is symbolic arithmetic, what is written down of a value is more of it, and a
-stack is put into words. All of that is known from the first such call. Within `met_again`, a call that was met before,
-with operands of the same types, sizes and strides and the same numbers, is written into the graph with its own operands
-and its own place in the model, and gives a copy of what the first one gave. Calls whose result may depend on more than
-that (values, random numbers, writes, constants, gradients) are left to torch, as is everything where torch has not what
-this replaces.
+milliseconds on each: the sizes that come out are symbolic arithmetic, and so is what is written down of every value. All
+of that is known from the first such call. Within `met_again`, a call that was met before, with operands of the same
+types, sizes and strides and the same numbers, is written into the graph with its own operands and its own place in the
+model, and gives a copy of what the first one gave. Calls whose result may depend on more than that (values, random
+numbers, writes, gradients) are left to torch, and so is everything where torch has not what this builds on.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from traceback import walk_stack
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 A = torch.ops.aten
 APART = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
 """Tags of operators whose result depends on values, or that are not to be met twice."""
-SPECIAL = (A.lift_fresh.default, A.lift_fresh_copy.default, A.lift.default, A.is_nonzero.default, A.detach.default)
+SPECIAL = (A.lift_fresh.default, A.lift_fresh_copy.default, A.lift.default, A.is_nonzero.default)
 """Operators of which the tracer makes something of its own."""
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -35,112 +35,155 @@ class _Unusual(Exception):
     """A call that is left to torch."""
 
 
+@dataclass(frozen=True)
+class _Torch:
+    """What is used of torch's tracer; none of it is promised to stay."""
+
+    tracing: Any
+    proxy_call: Callable[..., Any]
+    tracked: Any
+    track: Callable[..., Any]
+    track_all: Callable[..., Any]
+    symbol: Callable[..., Any]
+    copied: Callable[..., Any]
+    lazy: Callable[[bool], Any]
+    settings: Any
+    autocast: Callable[[], bool]
+    transforms: Callable[[], Any]
+
+    @staticmethod
+    def found() -> _Torch | None:
+        """None if something is not there."""
+        try:
+            tracing: Any = importlib.import_module("torch.fx.experimental.proxy_tensor")
+            return _Torch(
+                tracing,
+                tracing.proxy_call,
+                tracing._ProxyTensor,
+                tracing.set_proxy_slot,
+                tracing.track_tensor_tree,
+                tracing.fetch_sym_proxy,
+                importlib.import_module("torch._subclasses.fake_impls").fast_detach,
+                importlib.import_module("torch.fx._lazy_graph_module")._use_lazy_graph_module,
+                importlib.import_module("torch._dynamo.config"),
+                torch._C._is_any_autocast_enabled,
+                torch._C._functorch.peek_interpreter_stack,
+            )
+        except (ImportError, AttributeError):
+            return None
+
+
 @contextmanager
 def met_again() -> Iterator[None]:
     """Within, torch.export works out each operator once for operands of one form."""
-    try:
-        tracing: Any = importlib.import_module("torch.fx.experimental.proxy_tensor")
-        copied = importlib.import_module("torch._subclasses.fake_impls").fast_detach
-        lazy = importlib.import_module("torch.fx._lazy_graph_module")._use_lazy_graph_module
-        whole = tracing.proxy_call
-        made = tracing._ProxyTensor, tracing.set_proxy_slot, tracing.track_tensor_tree, tracing.fetch_sym_proxy
-    except (ImportError, AttributeError):  # these are no promises of torch's
+    torchs = _Torch.found()
+    if torchs is None:
         yield
         return
     memories: dict[int, _Memory] = {}
 
     def call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
-        known = memories.get(id(mode))
+        known = memories.get(id(mode))  # a memory holds its mode, so that no id is used twice
         if known is None:
-            known = memories[id(mode)] = _Memory(mode, whole, copied, *made)
+            known = memories[id(mode)] = _Memory(torchs, mode)
         return known.call(func, pre_dispatch, args, kwargs)
 
-    tracing.proxy_call = call
+    cached = torchs.settings.fake_tensor_cache_enabled
+    torchs.tracing.proxy_call = call
     try:
-        with lazy(True):
+        # code of graphs that are not run, and torch's own memory, which takes as long to fill as this saves
+        with torchs.lazy(True), torchs.settings.patch(fake_tensor_cache_enabled=False):
             yield
     finally:
-        tracing.proxy_call = whole
+        torchs.tracing.proxy_call = torchs.proxy_call
+        for memory in memories.values():
+            for mode in memory.modes:
+                mode.cache_enabled = cached
+
+
+@contextmanager
+def unremembered(mode: Any) -> Iterator[None]:
+    """Within, a mode of fake tensors does not remember what calls gave: to fill its memory takes as long as a call."""
+    before = mode.cache_enabled
+    mode.cache_enabled = False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = before
+
+
+def form_of(tensor: FakeTensor) -> tuple[Any, ...]:
+    """All that can be told of a fake tensor but which tensor it is."""
+    held: tuple[Any, ...] = (tensor.storage_offset(), *tensor.shape, *tensor.stride())
+    sizes = [s.node._expr if type(s) is SymInt else s for s in held]
+    bits = (tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.layout)
+    return (tensor.dtype, tensor.fake_device, bits, *sizes)
 
 
 class _Memory:
     """What the calls of one trace gave, by their form."""
 
-    def __init__(
-        self,
-        mode: Any,
-        whole: Callable[..., Any],
-        copied: Callable[..., Any],
-        tracked: Any,
-        track: Callable[..., Any],
-        track_all: Callable[..., Any],
-        symbol: Callable[..., Any],
-    ) -> None:
-        self.mode, self.tracer = mode, mode.tracer
-        self.whole, self.copied = whole, copied
-        self.tracked, self.track, self.track_all = tracked, track, track_all
-        self.symbol = symbol(self.tracer)
+    def __init__(self, torchs: _Torch, mode: Any) -> None:
+        self.torch, self.mode, self.tracer = torchs, mode, mode.tracer
+        self.symbol = torchs.symbol(self.tracer)
         self.known: dict[Any, Any] = {}
         self.stacks: dict[tuple[int, ...], str] = {}
         self.kept: list[Any] = []
         """the code whose ids are in `stacks`, so that no id is used twice"""
         self.fit: dict[Any, bool] = {}
         """by operator, whether what it gives may be remembered"""
+        self.modes: set[Any] = set()
+        """of the fake tensors that were met"""
         self.constant, self.varying = False, False
         """whether constants, and other tensors, are among the operands looked at"""
 
     def call(self, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
-        """What `proxy_call` does."""
+        """What torch's `proxy_call` does."""
         try:
-            key = self.key(func, args, kwargs)
+            key = self.key(func, pre_dispatch, args, kwargs)
         except _Unusual:
-            return self.whole(self.mode, func, pre_dispatch, args, kwargs)
+            return self.torch.proxy_call(self.mode, func, pre_dispatch, args, kwargs)
         like = self.known.get(key)
         if like is not None:
             return self.repeated(func, args, kwargs, like)
-        out = self.whole(self.mode, func, pre_dispatch, args, kwargs)
-        if self.rememberable(out, (args, kwargs)):
-            self.known[key] = self.copy(out)
+        out = self.torch.proxy_call(self.mode, func, pre_dispatch, args, kwargs)
+        if self.rememberable(func, out, (args, kwargs)):
+            # what is known of sizes may have changed in the call
+            self.known[self.key(func, pre_dispatch, args, kwargs)] = self.copy(out)
         return out
 
-    def key(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def key(self, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         """All that the form of a result depends on. Raises _Unusual."""
         fit = self.fit.get(func)
         if fit is None:
-            fit = self.fit[func] = self.fits(func)
-        if not fit or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+            fit = self.fit[func] = fits(func)
+        if not fit or not pre_dispatch or self.mode.tracer is not self.tracer or func in self.mode.decomposition_table:
+            raise _Unusual
+        if torch.is_grad_enabled() or self.torch.autocast() or self.torch.transforms() is not None:
             raise _Unusual
         self.constant, self.varying = False, False
-        key = (func, self.form(args), self.form(kwargs))
+        forms = (self.form(args), self.form(kwargs))
         if self.constant and not self.varying:  # what is made of constants alone is a constant
             raise _Unusual
-        return key
-
-    def fits(self, func: Any) -> bool:
-        """Whether an operator gives tensors that depend on the form of its operands only."""
-        if not isinstance(func, OpOverload) or func.namespace != "aten" or func in SPECIAL:
-            return False
-        if func._schema.is_mutable or func in self.mode.decomposition_table:
-            return False
-        return not any(tag in func.tags for tag in APART)
+        return (func, forms, *[_learned(mode) for mode in self.modes])
 
     def form(self, held: Any) -> Any:
         """What a result depends on. Raises _Unusual."""
         kind = type(held)
         if kind is FakeTensor:
-            return self.form_of(held)
+            return self.operand(held)
         if kind in PLAIN:
             return (kind, held)
         if kind is SymInt:
             return held.node._expr
-        if kind in (list, tuple) or isinstance(held, (list, tuple)):
-            return tuple([self.form(h) for h in held])
+        if kind is list or kind is tuple:
+            return (kind, *[self.form(h) for h in held])
         if kind is dict:
             return tuple([(k, self.form(h)) for k, h in held.items()])
         raise _Unusual
 
-    def form_of(self, tensor: FakeTensor) -> Any:
-        """Of a tensor that the trace knows. Raises _Unusual."""
+    def operand(self, tensor: FakeTensor) -> Any:
+        """The form of a tensor that the trace knows. Raises _Unusual."""
         found = self.tracer.tensor_tracker.get(tensor)
         if found is None:
             raise _Unusual
@@ -148,29 +191,33 @@ class _Memory:
             self.varying = True
         else:
             self.constant = True
-        sizes = [s if type(s) is int else s.node._expr for s in (*tensor.shape, *tensor.stride())]
-        offset: Any = tensor.storage_offset()
-        offset = offset if type(offset) is int else offset.node._expr
-        bits = (tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.layout)
-        return (tensor.dtype, tensor.fake_device, offset, bits, *sizes)
+        self.modes.add(tensor.fake_mode)
+        return form_of(tensor)
 
-    def rememberable(self, out: Any, given: Any) -> bool:
-        """Whether a call gave new tensors of its own that no constant and no size of unknown value belongs to."""
-        outs = out if isinstance(out, (list, tuple)) else [out]
+    def rememberable(self, func: Any, out: Any, given: Any) -> bool:
+        """Whether a call was written as it is, and gave new tensors that are no constants and whose sizes are known."""
+        several = type(out) in (list, tuple)
+        if not several and type(out) is not FakeTensor:
+            return False
         operands = {id(t) for t in _tensors(given)}
-        for tensor in outs:
+        for tensor in out if several else (out,):
             if type(tensor) is not FakeTensor or id(tensor) in operands or tensor.constant is not None:
                 return False
             found = self.tracer.tensor_tracker.get(tensor)
-            if found is None or found.constant is not None or "unbacked_bindings" in found.proxy.node.meta:
+            if found is None or found.constant is not None:
                 return False
-        return bool(outs)
+            node = found.proxy.node
+            maker = node.args[0] if several else node
+            if maker.target is not func or "unbacked_bindings" in maker.meta:
+                return False
+            self.modes.add(tensor.fake_mode)
+        return bool(several is False or out)
 
     def copy(self, out: Any) -> Any:
         """Tensors of the same form."""
-        if isinstance(out, (list, tuple)):
-            return type(out)([self.copied(t.fake_mode, t) for t in out])
-        return self.copied(out.fake_mode, out)
+        if isinstance(out, Tensor):
+            return self.torch.copied(out.fake_mode, out)  # type: ignore[attr-defined]
+        return type(out)([self.torch.copied(t.fake_mode, t) for t in out])
 
     def repeated(self, func: Any, args: Any, kwargs: Any, like: Any) -> Any:
         """A call that was met before."""
@@ -180,9 +227,9 @@ class _Memory:
         out = self.copy(like)
         if isinstance(out, Tensor):
             proxy.node.meta["val"] = self.copy(like)
-            self.track(out, tracer, self.tracked(proxy, None))
+            self.torch.track(out, tracer, self.torch.tracked(proxy, None))
         else:
-            self.track_all(out, proxy, constant=None, tracer=tracer)
+            self.torch.track_all(out, proxy, constant=None, tracer=tracer)
         return out
 
     def written(self, func: Any, args: Any, kwargs: Any, name: str) -> Any:
@@ -217,6 +264,19 @@ class _Memory:
         return held
 
 
+def fits(func: Any) -> bool:
+    """Whether an operator gives what depends on the form of its operands only."""
+    if not isinstance(func, OpOverload) or func.namespace != "aten" or func in SPECIAL or func._schema.is_mutable:
+        return False
+    return not any(tag in func.tags for tag in APART)
+
+
+def _learned(mode: Any) -> tuple[int, ...]:
+    """How much a trace has learned about sizes so far."""
+    env = mode.shape_env
+    return () if env is None else (len(env.replacements), len(env.guards))
+
+
 def _place() -> tuple[int, ...]:
     """Where the program is, caller by caller. Code itself would be slow to look up."""
     found: list[int] = []
@@ -243,4 +303,4 @@ def _tensors(held: Any) -> Iterator[Tensor]:
             yield from _tensors(h)
 
 
-__all__ = ["met_again"]
+__all__ = ["form_of", "met_again", "unremembered"]

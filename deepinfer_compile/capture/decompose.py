@@ -10,16 +10,19 @@ know (writes to what others may see, submodules, conditions on sizes) is left to
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import SymInt, Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepinfer_compile.capture.again import form_of, unremembered
 from deepinfer_compile.graph import evaluate, fake_mode_of, is_op, value, written
 
 A = torch.ops.aten
@@ -40,6 +43,29 @@ def decomposed(program: Any) -> tuple[Any, Graph]:
     except Unknown:
         done = program.run_decompositions({})
         return done, done.graph
+
+
+@dataclass(frozen=True)
+class _Operand:
+    number: int
+
+
+@dataclass(frozen=True)
+class _Made:
+    number: int
+
+
+@dataclass(frozen=True)
+class _Size:
+    expr: Any
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """The calls that a composite call makes, its operands, what they give and sizes by number, and what it gives."""
+
+    calls: list[tuple[Any, Any, Any, Any]]
+    given: Any
 
 
 class _Calls(TorchDispatchMode):
@@ -64,7 +90,14 @@ class Decomposed:
         self.graph = Graph()
         self.env: dict[Node, Any] = {}
         self.sizes: dict[Any, Node] = {}
+        self.recipes: dict[Any, _Recipe] = {}
         self.mode = fake_mode_of(old)
+        with unremembered(self.mode):
+            self.copy_graph(old)
+        self.graph.eliminate_dead_code()
+
+    def copy_graph(self, old: Graph) -> None:
+        """Make the calls of the old graph in the new one."""
         holes = [node for node in old.nodes if node.op == "placeholder"]
         self.env.update({hole: self.copied(hole) for hole in holes})
         for hole in holes:
@@ -72,7 +105,6 @@ class Decomposed:
         for node in old.nodes:
             if node.op != "placeholder":
                 self.env[node] = self.copied(node) if node.op == "output" else self.called(node)
-        self.graph.eliminate_dead_code()
 
     def copied(self, node: Node) -> Node:
         new = self.graph.node_copy(node, self.env.__getitem__)
@@ -132,26 +164,58 @@ class Decomposed:
 
     def parts(self, node: Node) -> Any:
         """The calls that a composite call makes; what it gives may be an operand. Raises Unknown."""
-        known: dict[int, Any] = {id(value(n)): self.env[n] for n in node.all_input_nodes}
+        operands = node.all_input_nodes
+        key = (node.target, _form((node.args, node.kwargs), operands))
+        recipe = self.recipes.get(key)
+        if recipe is None:
+            recipe = self.recipes[key] = self.recipe(node)
+        made: list[Node] = []
+
+        def here(held: Any) -> Any:
+            if isinstance(held, _Operand):
+                return self.env[operands[held.number]]
+            if isinstance(held, _Made):
+                return made[held.number]
+            return self._known(self.sizes, held.expr) if isinstance(held, _Size) else held
+
+        for target, args, kwargs, out in recipe.calls:
+            call = self.new(node, target, *map_aggregate((args, kwargs), here), self.copy(out))  # type: ignore[misc]
+            if isinstance(out, Tensor):
+                made.append(call)
+            else:
+                made += [self.new(node, operator.getitem, (call, i), {}, v) for i, v in enumerate(value(call))]
+        found = map_aggregate(recipe.given, here)
+        return tuple(found) if isinstance(found, (tuple, list)) else found
+
+    def recipe(self, node: Node) -> _Recipe:
+        """What a composite call makes of operands like these."""
+        tensors = [(i, v) for i, n in enumerate(node.all_input_nodes) if isinstance(v := value(n), Tensor)]
+        known: dict[int, Any] = {id(v): _Operand(i) for i, v in tensors}
+        if len(known) != len(tensors):  # two calls that share a value could not be told apart
+            raise Unknown
         args, kwargs = map_arg((node.args, node.kwargs), value)  # type: ignore[misc]
         with self.mode, torch.no_grad(), enable_python_dispatcher(), _Calls() as calls:
             given = node.target.decompose(*args, **kwargs)  # type: ignore[union-attr]
 
-        def here(held: Any) -> Any:
+        def named(held: Any) -> Any:
             if isinstance(held, SymInt):
                 expr = held.node.expr
-                return int(expr) if expr.is_Integer else self._known(self.sizes, expr)
+                return int(expr) if expr.is_Integer else _Size(expr)
             return self._known(known, id(held)) if isinstance(held, Tensor) else held
 
+        steps, count = [], 0
         for target, args, kwargs, out in calls.made:
-            made = self.new(node, target, *map_aggregate((args, kwargs), here), out)  # type: ignore[misc]
-            if isinstance(out, Tensor):
-                known[id(out)] = made
-            else:
-                items = [self.new(node, operator.getitem, (made, i), {}, item) for i, item in enumerate(out)]
-                known.update({id(item): new for item, new in zip(out, items)})
-        found = map_aggregate(given, here)
-        return tuple(found) if isinstance(found, (tuple, list)) else found
+            args, kwargs = map_aggregate((args, kwargs), named)  # type: ignore[misc]
+            steps.append((target, args, kwargs, out))
+            for item in (out,) if isinstance(out, Tensor) else out:
+                known[id(item)] = _Made(count)
+                count += 1
+        return _Recipe(steps, map_aggregate(given, named))
+
+    def copy(self, held: Any) -> Any:
+        """Values of the same form as the recipe's, one for each node."""
+        with self.mode, torch.no_grad():
+            return held.detach() if isinstance(held, Tensor) else tuple([t.detach() for t in held])
 
     def new(self, old: Node, target: Any, args: Any, kwargs: Any, val: Any) -> Node:
         """A call in place of another one, from the same place of the model."""
@@ -164,6 +228,20 @@ class Decomposed:
         if key not in names:
             raise Unknown
         return names[key]
+
+
+def _form(held: Any, operands: list[Node]) -> Any:
+    """All of a call's arguments that what it calls depends on."""
+    if isinstance(held, Node):
+        val = value(held)
+        if isinstance(val, FakeTensor):
+            return (operands.index(held), form_of(val))
+        return (operands.index(held), val.node.expr if isinstance(val, SymInt) else held)
+    if isinstance(held, (list, tuple)):
+        return tuple([_form(h, operands) for h in held])
+    if isinstance(held, dict):
+        return tuple([(k, _form(h, operands)) for k, h in held.items()])
+    return (type(held), held)
 
 
 def _is_fresh(node: Node) -> bool:
