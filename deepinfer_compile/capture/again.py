@@ -1,8 +1,8 @@
 """Operators that a trace meets again are not worked out again.
 
 The layers of a model call the same operators with operands of the same shapes over and over, and torch.export spends
-milliseconds on each: the sizes that come out are symbolic arithmetic, and so is what is written down of every value. All
-of that is known from the first such call. Within `met_again`, a call that was met before, with operands of the same
+milliseconds on each: the sizes that come out are symbolic arithmetic, and so is what is written down of a value. All of
+that is known from the first such call. Within `met_again`, a call that was met before, with operands of the same
 types, sizes and strides and the same numbers, is written into the graph with its own operands and its own place in the
 model, and gives a copy of what the first one gave. Calls whose result may depend on more than that (values, random
 numbers, writes, gradients) are left to torch, and so is everything where torch has not what this builds on.
@@ -147,9 +147,11 @@ class _Memory:
         if like is not None:
             return self.repeated(func, args, kwargs, like)
         out = self.torch.proxy_call(self.mode, func, pre_dispatch, args, kwargs)
-        if self.rememberable(func, out, (args, kwargs)):
-            # what is known of sizes may have changed in the call
-            self.known[self.key(func, pre_dispatch, args, kwargs)] = self.copy(out)
+        given = list(_tensors((args, kwargs)))
+        if self.rememberable(func, out, given):
+            same = [i for i, operand in enumerate(given) if operand is out]
+            key = self.key(func, pre_dispatch, args, kwargs)  # what is known of sizes may have changed in the call
+            self.known[key] = same[0] if same else self.copy(out)
         return out
 
     def key(self, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
@@ -194,24 +196,24 @@ class _Memory:
         self.modes.add(tensor.fake_mode)
         return form_of(tensor)
 
-    def rememberable(self, func: Any, out: Any, given: Any) -> bool:
-        """Whether a call was written as it is, and gave new tensors that are no constants and whose sizes are known."""
-        several = type(out) in (list, tuple)
-        if not several and type(out) is not FakeTensor:
-            return False
-        operands = {id(t) for t in _tensors(given)}
-        for tensor in out if several else (out,):
-            if type(tensor) is not FakeTensor or id(tensor) in operands or tensor.constant is not None:
+    def rememberable(self, func: Any, out: Any, given: list[Tensor]) -> bool:
+        """Whether a call was written as it is, and gave one of its operands, or new tensors that are no constants and
+        whose sizes are known."""
+        outs = out if type(out) in (list, tuple) else [out]
+        for tensor in outs:
+            if type(tensor) is not FakeTensor or tensor.constant is not None:
                 return False
             found = self.tracer.tensor_tracker.get(tensor)
             if found is None or found.constant is not None:
                 return False
-            node = found.proxy.node
-            maker = node.args[0] if several else node
+            maker = found.proxy.node if outs[0] is out else found.proxy.node.args[0]
             if maker.target is not func or "unbacked_bindings" in maker.meta:
                 return False
+            operands = sum(operand is tensor for operand in given)
+            if operands > 1 or (operands and outs[0] is not out):  # not to be told which
+                return False
             self.modes.add(tensor.fake_mode)
-        return bool(several is False or out)
+        return bool(outs)
 
     def copy(self, out: Any) -> Any:
         """Tensors of the same form."""
@@ -224,7 +226,10 @@ class _Memory:
         tracer = self.tracer
         name = tracer.graph._target_to_str(func.overloadpacket.__name__)
         proxy = self.written(func, self.nodes(args), self.nodes(kwargs), name)
-        out = self.copy(like)
+        if isinstance(like, int):  # one of the operands
+            like = out = list(_tensors((args, kwargs)))[like]
+        else:
+            out = self.copy(like)
         if isinstance(out, Tensor):
             proxy.node.meta["val"] = self.copy(like)
             self.torch.track(out, tracer, self.torch.tracked(proxy, None))
