@@ -51,6 +51,11 @@ class _Torch:
     autocast: Callable[[], bool]
     transforms: Callable[[], Any]
 
+    def taken_apart(self, mode: Any) -> Any:
+        """Operators that a trace does not write down as they are: torch 2.11 keeps them in one place for all."""
+        own = getattr(mode, "decomposition_table", None)
+        return getattr(self.tracing, "CURRENT_DECOMPOSITION_TABLE", {}) if own is None else own
+
     @staticmethod
     def found() -> _Torch | None:
         """None if something is not there."""
@@ -159,7 +164,9 @@ class _Memory:
         fit = self.fit.get(func)
         if fit is None:
             fit = self.fit[func] = fits(func)
-        if not fit or not pre_dispatch or self.mode.tracer is not self.tracer or func in self.mode.decomposition_table:
+        if not fit or not pre_dispatch or self.mode.tracer is not self.tracer:
+            raise _Unusual
+        if func in self.torch.taken_apart(self.mode):
             raise _Unusual
         if torch.is_grad_enabled() or self.torch.autocast() or self.torch.transforms() is not None:
             raise _Unusual
