@@ -35,6 +35,10 @@ class _Unusual(Exception):
     """A call that is left to torch."""
 
 
+class _Changed(Exception):
+    """Torch is used in another way than here."""
+
+
 @dataclass(frozen=True)
 class _Torch:
     """What is used of torch's tracer; none of it is promised to stay."""
@@ -78,20 +82,40 @@ class _Torch:
             return None
 
 
-@contextmanager
-def met_again() -> Iterator[None]:
-    """Within, torch.export works out each operator once for operands of one form."""
+def met_again(export: Callable[[], Any]) -> Any:
+    """What `export()` gives, where torch.export works out each operator once for operands of one form.
+
+    Raises what `export` raises. A torch that is used in another way here than it can be does the work alone.
+    """
     torchs = _Torch.found()
     if torchs is None:
-        yield
-        return
+        return export()
+    changed: list[BaseException] = []
+    try:
+        with _remembering(torchs, changed):
+            return export()
+    except Exception:
+        if not changed:
+            raise
+    return export()
+
+
+@contextmanager
+def _remembering(torchs: _Torch, changed: list[BaseException]) -> Iterator[None]:
+    """Within, traces remember; `changed` gets the errors that show that torch is used in another way."""
     memories: dict[int, _Memory] = {}
 
     def call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         known = memories.get(id(mode))  # a memory holds its mode, so that no id is used twice
         if known is None:
             known = memories[id(mode)] = _Memory(torchs, mode)
-        return known.call(func, pre_dispatch, args, kwargs)
+        try:
+            return known.call(func, pre_dispatch, args, kwargs)
+        except (AttributeError, TypeError) as err:
+            if not _is_ours(err):
+                raise
+            changed.append(err)
+            raise _Changed from err  # a TypeError would be taken for an operand that has no such operator
 
     cached = torchs.settings.fake_tensor_cache_enabled
     torchs.tracing.proxy_call = call
@@ -104,6 +128,15 @@ def met_again() -> Iterator[None]:
         for memory in memories.values():
             for mode in memory.modes:
                 mode.cache_enabled = cached
+
+
+def _is_ours(err: BaseException) -> bool:
+    """Whether an error comes from a line of this file: torch has changed."""
+    trace, place = err.__traceback__, ""
+    while trace is not None:
+        place = trace.tb_frame.f_code.co_filename
+        trace = trace.tb_next
+    return place == _is_ours.__code__.co_filename
 
 
 @contextmanager

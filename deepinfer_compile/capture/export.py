@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,9 +74,8 @@ def _export(function: nn.Module, examples: dict[str, Tensor], taken: dict[str, s
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, about how it stores specs
-            with met_again():
-                exported = torch.export.export(function, (), kwargs=examples, dynamic_shapes=dynamic, strict=False)
-            return decomposed(exported)
+            trace = partial(torch.export.export, function, (), examples, dynamic_shapes=dynamic, strict=False)
+            return decomposed(met_again(trace))
     except UserError as err:
         if not bounded or err.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
             raise

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
-from torch.fx.experimental import proxy_tensor
 
-from deepinfer_compile.capture import again, capture, export
+from deepinfer_compile.capture import again, capture
 from deepinfer_compile.capture.again import met_again
 from deepinfer_compile.graph import to_text, value
 from deepinfer_compile.models import own
@@ -26,6 +28,7 @@ from tests import v41
 from tests.plain_model import VOCAB, make_plain
 
 LAYERS = 4
+proxy_tensor: Any = importlib.import_module("torch.fx.experimental.proxy_tensor")
 
 
 class Layer(nn.Module):
@@ -69,10 +72,11 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def exported(model: nn.Module, reuse: bool) -> Any:
-    with torch.no_grad(), met_again() if reuse else nullcontext():
-        x = torch.rand(1, 7, 6, dtype=torch.float64)
-        length = torch.export.Dim("length", min=1, max=512)
-        return torch.export.export(model.eval(), (x,), dynamic_shapes=({1: length},), strict=False)
+    x = torch.rand(1, 7, 6, dtype=torch.float64)
+    shapes = ({1: torch.export.Dim("length", min=1, max=512)},)
+    trace = partial(torch.export.export, model.eval(), (x,), dynamic_shapes=shapes, strict=False)
+    with torch.no_grad():
+        return met_again(trace) if reuse else trace()
 
 
 def shown(node: Node, numbers: dict[Node, int]) -> Any:
@@ -138,14 +142,14 @@ def with_gradients(x: Tensor) -> Tensor:
     return y + x * 2
 
 
-def cast(x: Tensor) -> Tensor:
+def autocast(x: Tensor) -> Tensor:
     y = x.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         z = F.linear(y, y[0, :1].expand(6, 6))
     return (z.double() + F.linear(y, y[0, :1].expand(6, 6)).double()).tanh()
 
 
-CASES = {c.__name__: c for c in (sized, unchanged, several, numbers, written, transformed, with_gradients, cast)}
+CASES = {c.__name__: c for c in (sized, unchanged, several, numbers, written, transformed, with_gradients, autocast)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -188,19 +192,39 @@ def test_what_is_unusual_is_worked_out_every_time(run: Callable[[Tensor], Tensor
 
 def test_gradients_are_left_to_torch() -> None:
     model = Stack(several)
-    with counted() as met, met_again():
-        x = torch.rand(1, 7, 6, dtype=torch.float64)
-        program = torch.export.export(model, (x,), strict=False)
+    x = torch.rand(1, 7, 6, dtype=torch.float64)
+    with counted() as met:
+        program = met_again(partial(torch.export.export, model, (x,), strict=False))
     assert met["aten.stack.default"] == LAYERS
     assert torch.equal(program.module()(x), model(x))
 
 
-def test_another_torch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(proxy_tensor, "fetch_sym_proxy")
-    with counted() as met, met_again():
+def test_a_torch_that_lacks_something_does_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(proxy_tensor, "_ProxyTensor")
+    assert again._Torch.found() is None
+    with counted():
         before = proxy_tensor.proxy_call
-    assert before is not proxy_tensor.proxy_call
-    assert not met
+        assert met_again(lambda: proxy_tensor.proxy_call) is before
+
+
+def test_a_torch_that_has_changed_does_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack(several).requires_grad_(False)
+    found = again._Torch.found()
+    assert found is not None
+    monkeypatch.setattr(again._Torch, "found", staticmethod(lambda: replace(found, track=lambda tensor: None)))
+    assert parts(exported(model, reuse=True)) == parts(exported(model, reuse=False))
+
+
+def test_errors_of_a_model_are_its_own() -> None:
+    runs = []
+
+    def wrong(x: Tensor) -> Tensor:
+        runs.append(x)
+        return cast(Tensor, cast(Any, x).no_such_thing())
+
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        exported(Stack(wrong), reuse=True)
+    assert len(runs) == 1
 
 
 def texts(program: Program) -> list[str]:
@@ -211,7 +235,7 @@ def texts(program: Program) -> list[str]:
 def test_a_program_is_the_same_with_and_without(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_plain("loop") if form == "plain" else v41.make(torch.float64, hc_sinkhorn_iters=2)
     reused = capture(model, trim=False)
-    monkeypatch.setattr(export, "met_again", nullcontext)
+    monkeypatch.setattr(again._Torch, "found", staticmethod(lambda: None))
     assert texts(reused) == texts(capture(model, trim=False))
     ids = torch.randint(0, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "position_ids": torch.arange(9)[None]}
