@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ APART = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.
 """Tags of operators whose result depends on values, or that are not to be met twice."""
 SPECIAL = (A.lift_fresh.default, A.lift_fresh_copy.default, A.lift.default, A.is_nonzero.default)
 """Operators of which the tracer makes something of its own."""
+LOCK = threading.RLock()
+"""What is replaced of torch is replaced for all threads."""
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -92,7 +95,7 @@ def met_again(export: Callable[[], Any]) -> Any:
         return export()
     changed: list[BaseException] = []
     try:
-        with _remembering(torchs, changed):
+        with LOCK, _remembering(torchs, changed):
             return export()
     except Exception:
         if not changed:
@@ -127,7 +130,7 @@ def _remembering(torchs: _Torch, changed: list[BaseException]) -> Iterator[None]
         torchs.tracing.proxy_call = torchs.proxy_call
         for memory in memories.values():
             for mode in memory.modes:
-                mode.cache_enabled = cached
+                mode.cache_enabled = cached and not mode.propagate_real_tensors
 
 
 def _is_ours(err: BaseException) -> bool:

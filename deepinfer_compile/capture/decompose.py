@@ -2,9 +2,10 @@
 
 torch.export leaves composite calls that may give their own operand back (`to`, `reshape`, `flatten`, `chunk`) and calls
 that write. Decomposing with an empty table traces the graph twice more, through functional wrappers around every value:
-two thirds of a capture. Yet only these calls change. Here each is run alone on the recorded values of its operands, and
-what it calls takes its place; every other call stands in both graphs as it is. A graph that holds what this does not
-know (writes to what others may see, submodules, conditions on sizes) is left to torch.
+two thirds of a capture. Yet only these calls change. Here the first of each form is run alone on the recorded values of
+its operands, and what it calls takes its place and that of all others of this form; every other call stands in both
+graphs as it is. A graph that holds what this does not know (writes to what others may see, submodules, conditions on
+sizes) is left to torch.
 """
 
 from __future__ import annotations
@@ -215,7 +216,9 @@ class Decomposed:
     def copy(self, held: Any) -> Any:
         """Values of the same form as the recipe's, one for each node."""
         with self.mode, torch.no_grad():
-            return held.detach() if isinstance(held, Tensor) else tuple([t.detach() for t in held])
+            if isinstance(held, Tensor):
+                return held.detach()
+            return tuple([t.detach() if isinstance(t, Tensor) else t for t in held])
 
     def new(self, old: Node, target: Any, args: Any, kwargs: Any, val: Any) -> Node:
         """A call in place of another one, from the same place of the model."""
