@@ -130,3 +130,25 @@ def test_the_rest_is_left_to_torch() -> None:
 def test_what_is_not_known(name: str) -> None:
     with pytest.raises(Unknown):
         Decomposed(exported(LEFT[name]).graph)
+
+
+def alike(x: Tensor) -> list[Tensor]:
+    """Composite calls of one form with other operands, one operand twice, and other numbers."""
+    y = x + 1
+    same = [v.reshape(-1, 3).type_as(w).flatten() for v, w in ((x, y), (y, x), (y, y))]
+    return [*same, *x.chunk(2, -1), *y.chunk(2, -1), *y.chunk(3, -1), x.to(torch.float32), x.to(torch.float64)]
+
+
+def test_calls_of_one_form_are_taken_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    recipe = Decomposed.recipe
+    monkeypatch.setattr(
+        Decomposed, "recipe", lambda self, node: (taken.append(str(node.target)), recipe(self, node))[1]
+    )
+    program = exported(alike)
+    _, graph = decomposed(program)
+    assert text(graph) == text(program.run_decompositions({}).graph)
+    assert taken.count("aten.reshape.default") == 1
+    assert taken.count("aten.flatten.using_ints") == 1
+    values = [id(node.meta["val"]) for node in graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert len(set(values)) == len(values)
