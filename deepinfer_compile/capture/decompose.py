@@ -92,6 +92,8 @@ class Decomposed:
         self.env: dict[Node, Any] = {}
         self.sizes: dict[Any, Node] = {}
         self.recipes: dict[Any, _Recipe] = {}
+        self.rewritten: set[Any] = set()
+        """old calls whose result was written in part"""
         self.mode = fake_mode_of(old)
         with unremembered(self.mode):
             self.copy_graph(old)
@@ -134,7 +136,9 @@ class Decomposed:
         if not isinstance(target, OpOverload):
             raise Unknown
         if target._schema.is_mutable:
-            return self.written(node)
+            return self.part_written(node) if _is_written_part(node.args[0]) else self.written(node)
+        if _is_written_part(node) and node.args[0] in self.rewritten:
+            return None  # torch makes a part of what was written when it is written itself
         if target is A.lift_fresh_copy.default:
             return self.new(node, A.clone.default, (self.env[node.args[0]],), {}, value(node))  # type: ignore[index]
         aliases = any(a.alias_info is not None for a in target._schema.arguments)
@@ -162,6 +166,23 @@ class Decomposed:
         args, kwargs = map_arg((node.args, node.kwargs), self.env.__getitem__)  # type: ignore[misc]
         self.env[source] = self.new(node, twin, args, kwargs, made)
         return self.env[source]
+
+    def part_written(self, node: Node) -> None:
+        """A write to a slice of a fresh value of which there are only such slices: its functional form."""
+        part: Any = node.args[0]
+        base = part.args[0]
+        others = [user for user in base.users if user is not part]
+        if not _is_fresh(base) or not all(_is_fresh(user) or _is_written_part(user) for user in others):
+            raise Unknown
+        where, source = map_arg((part.args[1:], node.args[1]), self.env.__getitem__)  # type: ignore[misc]
+        here = self.env[part]
+        if here is None:
+            here = self.new(node, part.target, (self.env[base], *where), {}, value(part))
+        made = evaluate(A.copy.default, (part, node.args[1]), {}, self.mode)
+        copy = self.new(node, A.copy.default, (here, source), {}, made)
+        made = evaluate(A.slice_scatter.default, (self.env[base], copy, *where), {}, self.mode)
+        self.env[base] = self.new(node, A.slice_scatter.default, (self.env[base], copy, *where), {}, made)
+        self.rewritten.add(base)
 
     def parts(self, node: Node) -> Any:
         """The calls that a composite call makes; what it gives may be an operand. Raises Unknown."""
@@ -245,6 +266,19 @@ def _form(held: Any, operands: list[Node]) -> Any:
     if isinstance(held, dict):
         return tuple([(k, _form(h, operands)) for k, h in held.items()])
     return (type(held), held)
+
+
+def _is_written_part(node: Any) -> bool:
+    """Whether a call gives a slice to which a value is written, and nothing else is done with it."""
+    if not is_op(node, A.slice.Tensor) or node.kwargs or len(node.users) != 1:
+        return False
+    (user,) = node.users
+    return (
+        is_op(user, A.copy_.default)
+        and user.args[0] is node
+        and len(user.args) == 2
+        and not (user.kwargs or user.users)
+    )
 
 
 def _is_fresh(node: Node) -> bool:

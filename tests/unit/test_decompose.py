@@ -86,6 +86,36 @@ def written_as_its_like(x: Tensor) -> Tensor:
     return y * z
 
 
+def written_in_parts(x: Tensor) -> list[Tensor]:
+    """As attention puts together what is rotated and what is not."""
+    y, z, w = x.new_empty(*x.shape, 8), x[..., None] * 2, x + 1
+    y[..., :3] = z.sin()
+    first = y.tanh()
+    y[..., 3:6] = z.expand(-1, -1, -1, 3)
+    y[..., 6:] = z.square()
+    w[:, :, 1:4] = z.sum(-1)[..., :3]
+    return [y * 2, first, w + 1]
+
+
+def part_read_after(x: Tensor) -> Tensor:
+    y = x + 1
+    part = y[..., :2]
+    part.copy_(x[..., 2:4])
+    return y * part.sum()
+
+
+def part_of_itself(x: Tensor) -> Tensor:
+    y = x + 1
+    y[..., :2] = y[..., 2:4]
+    return y
+
+
+def part_of_an_input(x: Tensor) -> Tensor:
+    y = x.unflatten(-1, (2, 3))
+    y[..., :1] = 2 * y.sum(-1, keepdim=True)
+    return y + 1
+
+
 def many(x: Tensor) -> list[Tensor]:
     halves = x.unflatten(-1, (2, 3)).transpose(0, 2).flatten(2).transpose(0, 2)
     x.flatten(0, 1).chunk(2, 1)  # nobody reads it
@@ -106,12 +136,15 @@ LEFT: dict[str, Callable[[Tensor], Any]] = {
     "what may be no copy is written": written_copy,
     "a view sees the write": written_before_a_view,
     "written as its like": written_as_its_like,
+    "a part is read after it is written": part_read_after,
+    "a part is written with another": part_of_itself,
+    "a part of a view is written": part_of_an_input,
     "a size that no call has made": lambda x: x.unflatten(-1, (2, 3)).transpose(0, 2).reshape(2, -1),
     "dropout": lambda x: F.dropout(x, 0.5, False) + 1,
 }
 
 
-@pytest.mark.parametrize("run", [many, divided])
+@pytest.mark.parametrize("run", [many, divided, written_in_parts])
 def test_what_torch_makes_of_it(run: Callable[[Tensor], Any]) -> None:
     program = exported(run)
     done, graph = decomposed(program)
