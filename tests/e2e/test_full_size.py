@@ -81,10 +81,13 @@ def test_build_time_is_flat(name: str) -> None:
     print(name, full, short)
     assert full["layers"] == layers
     assert full["capture"] < 10
-    assert full["capture"] < 1.3 * short["capture"]
+    # a trace costs the same; every layer is run once on the meta device, and has its line in programs
+    assert full["capture"] - short["capture"] < 0.008 * layers
+    assert full["all"] - short["all"] < 0.03 * layers
+    assert full["capture"] < 2 * short["capture"]
     assert full["mib"] < 1536
     assert full["all"] < 60
-    assert full["all"] < 2 * short["all"]
+    assert full["all"] < 3 * short["all"]
 
 
 def test_a_deep_narrow_model_equals_eager() -> None:
