@@ -56,8 +56,8 @@ def _constants(program: Program, block: str) -> Constants:
     calls = [c for c in program.calls() if c.target == block]
     holes = [n for n in program.blocks[block].graph.nodes if n.op == "placeholder"]
     known: dict[Node, Tensor] = {}
-    for i, hole in enumerate(holes):
-        refs = [program.weights.get(c.args[i].name) for c in calls]  # type: ignore[union-attr]
+    for hole, sources in zip(holes, zip(*(c.args for c in calls))):
+        refs = [program.weights.get(source.name) for source in sources if isinstance(source, Node)]
         values = [ref.value for ref in refs if ref is not None and ref.value is not None and not ref.value.is_meta]
         if len(values) == len(calls) and all(torch.equal(v, values[0]) for v in values[1:]):
             known[hole] = values[0].cpu()

@@ -102,7 +102,8 @@ def _unpack_rows(stored: Tensor, form: Sequence[int], dtype: torch.dtype) -> Ten
     else:
         numbers = _number4(torch.stack((data & 15, data >> 4), dim=-1).flatten(-2))
     factor = _factor(code.contiguous(), powers)
-    return (numbers.unflatten(-1, (-1, group)) * factor.unsqueeze(-1)).flatten(-2).to(dtype)
+    rows: Tensor = (numbers.unflatten(-1, (-1, group)) * factor.unsqueeze(-1)).flatten(-2)
+    return rows.to(dtype)
 
 
 UNPACK_ROWS = define(
