@@ -34,6 +34,16 @@ class Packing:
     least: float
 
 
+def stored(rows: Node) -> Node:
+    """What a cache holds of rows: the bytes that they are read from, or they themselves."""
+    return rows.args[0] if is_op(rows, UNPACK_ROWS.overload) else rows  # type: ignore[return-value]
+
+
+def form_of(rows: Node) -> list[int]:
+    """The form in which rows are packed, empty for none."""
+    return list(argument(rows, "form")) if is_op(rows, UNPACK_ROWS.overload) else []
+
+
 def packings(nodes: list[Node], constants: Constants) -> Iterator[Packing | tuple[Node, str]]:
     """Every piece of a graph that packs rows, or where one looks as if it did, and why it does not."""
     for node in nodes:

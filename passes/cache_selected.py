@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from deepinfer_compile.facts import Fact
 from deepinfer_compile.graph import Editor, argument, fake_mode_of, is_op, tensor, value
+from deepinfer_compile.match_packed import form_of, stored
 from deepinfer_compile.match_selected import made_by
 from deepinfer_compile.ops import (
     CACHED_RECENT,
@@ -20,7 +21,6 @@ from deepinfer_compile.ops import (
     RECENT,
     SELECT_ROWS,
     SELECTED_ATTENTION,
-    UNPACK_ROWS,
     WRITE_ROWS,
 )
 from deepinfer_compile.passbase import NONE, PassContext, register
@@ -68,11 +68,6 @@ class CacheSelected:
 
 def _sites(graph: torch.fx.Graph) -> list[Node]:
     return [n for n in graph.nodes if is_op(n, *SITES)]
-
-
-def stored(rows: Node) -> Node:
-    """What a cache holds of rows: the bytes that they are read from, or they themselves."""
-    return rows.args[0] if is_op(rows, UNPACK_ROWS.overload) else rows  # type: ignore[return-value]
 
 
 def _window(node: Node) -> int:
@@ -136,11 +131,11 @@ class _Cacher:
 
     def cache(self, block: str, kind: str, group: int, shape: tuple[int, ...], dtype: torch.dtype) -> Node:
         """A new hole of a block for a cache that it writes."""
-        held = self.blocks[block]
+        own = self.blocks[block].own
         with self.mode:
             val = torch.empty((self.pages, *shape), dtype=dtype)
-        hole = self.hole(block, f"{kind}_cache{len(held.own)}", val)
-        held.own[hole] = (kind, group)
+        hole = self.hole(block, f"{kind}_cache{len(own)}", val)
+        own[hole] = (kind, group)
         return hole
 
     def hole(self, block: str, name: str, val: Tensor) -> Node:
@@ -181,8 +176,8 @@ class _Cacher:
         cache, written = self._rows(block, keys, ratio, edit)
         meta, form = self._batch(block, self.group(0)), self._form(block, keys)
         given = [None if n is None else edit.call(A.select.int, n, 0, 0) for n in (q, weights, limit)]
-        rest = (*node.args[4:], *([form] if form else []))
-        out = edit.call(CACHED_SELECT_ROWS.overload, *given[:2], cache, written, *meta, given[2], *rest)
+        rest = (given[2], *node.args[4:], *([form] if form else []))
+        out = edit.call(CACHED_SELECT_ROWS.overload, *given[:2], cache, written, *meta, *rest)
         for user in list(node.users):
             part = edit.call(A.unsqueeze.default, edit.item(out, int(user.args[1])), 0)  # type: ignore[arg-type]
             edit.replace(user, part)
@@ -191,7 +186,7 @@ class _Cacher:
     def _attend(self, block: str, node: Node) -> str:
         q, latents, rows, chosen, sinks, scale, window, ratio = node.args
         group, full = self.group(int(window)), None  # type: ignore[arg-type]
-        forms = [self._form(block, latents), [] if rows is None else self._form(block, rows)]
+        forms = [self._form(block, one) if one is not None else [] for one in (latents, rows)]
         latents, edit = stored(latents), Editor(node.graph, node)  # type: ignore[arg-type]
         held = tensor(latents)
         cache = self.cache(block, "window", group, (PAGE_SIZE, int(held.shape[2])), held.dtype)
@@ -208,13 +203,12 @@ class _Cacher:
         return f"latents of window {window}" + (f" and chosen rows of {ratio} tokens each" if rows is not None else "")
 
     def _form(self, block: str, rows: Any) -> list[int]:
-        """The form in which rows are packed, of those that a block is given where they are made; empty for none.
-        Raises ValueError if calls of the block are given different ones."""
+        """The form of rows, also of those that a block is given. Raises ValueError if its calls are given different."""
         if rows.op != "placeholder":
-            return list(argument(rows, "form")) if is_op(rows, UNPACK_ROWS.overload) else []
-        calls = [c for c in self.program.calls() if c.target == block]
-        first, *others = [self._form(str(maker.target), made) for maker, made in (self._maker(c, rows) for c in calls)]
-        if any(other != first for other in others):
+            return form_of(rows)
+        makers = [self._maker(c, rows) for c in self.program.calls() if c.target == block]
+        first, *others = [self._form(str(maker.target), made) for maker, made in makers]
+        if others != [first] * len(others):
             raise ValueError(f"calls of {block} are given rows in different forms")
         return first
 
@@ -224,14 +218,12 @@ class _Cacher:
         held.ratio[rows] = ratio
         if rows.op == "placeholder":
             if rows not in held.read:
-                call = next(c for c in self.program.calls() if c.target == block)
-                made = tensor(stored(self._maker(call, rows)[1]))
+                made = tensor(stored(self._maker(next(c for c in self.program.calls() if c.target == block), rows)[1]))
                 shape = (PAGE_SIZE // ratio, int(made.shape[2]))
                 with self.mode:
                     val = torch.empty((self.pages, *shape), dtype=made.dtype)
-                place = len(held.read)
-                holes = self.hole(block, f"shared_rows{place}", val), self.hole(block, f"written{place}", self._slots())
-                held.read[rows] = holes
+                names = f"shared_rows{len(held.read)}", f"written{len(held.read)}"
+                held.read[rows] = self.hole(block, names[0], val), self.hole(block, names[1], self._slots())
             return held.read[rows]
         if rows not in held.written:
             held.written[rows] = self._write(block, rows, ratio, edit)
@@ -284,8 +276,8 @@ class _Cacher:
         """Inputs of the skeleton for the caches that blocks write, by call and hole."""
         graph = self.program.skeleton.graph
         anchor = next(n for n in graph.nodes if n.op != "placeholder")
-        names: dict[tuple[Node, Node], Node] = {}
-        stems, taken, caches = self.program.cache_stems(), Counter[str](), list[CacheSpec]()
+        names, caches = dict[tuple[Node, Node], Node](), list[CacheSpec]()
+        stems, taken = self.program.cache_stems(), Counter[str]()
         for held in self.program.caches:
             taken[held.name.rpartition("_")[0]] += 1
         for order, call in enumerate(self.program.calls()):

@@ -106,16 +106,18 @@ def _unpack_rows(stored: Tensor, form: Sequence[int], dtype: torch.dtype) -> Ten
     return rows.to(dtype)
 
 
+def _unpack_work(stored: Tensor, form: Sequence[int], dtype: torch.dtype) -> Work:
+    numbers = stored.numel() // stored.shape[-1] * row_width(stored.shape[-1], form)
+    return Work(numbers, size_bytes(stored) + numbers * dtype.itemsize)
+
+
 UNPACK_ROWS = define(
     "unpack_rows(Tensor stored, int[] form, ScalarType dtype) -> Tensor",
     reference=_unpack_rows,
     fake=lambda stored, form, dtype: stored.new_empty(
         (*stored.shape[:-1], row_width(int(stored.shape[-1]), form)), dtype=dtype
     ),
-    work=lambda stored, form, dtype: Work(
-        stored.numel(),
-        size_bytes(stored) + stored.numel() // stored.shape[-1] * row_width(stored.shape[-1], form) * dtype.itemsize,
-    ),
+    work=_unpack_work,
 )
 """u8 [..., bytes] -> [..., D] in dtype, a product in fp32, which bf16 and wider hold exactly for scales from 2 ** -126
 on."""

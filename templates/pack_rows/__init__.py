@@ -100,10 +100,10 @@ def default(params: Params, limits: Limits, tokens: int) -> Config:
 
 
 def space(params: Params, limits: Limits) -> Iterator[Config]:
-    """Warps, of which each has numbers of its own and a lane at most 128."""
+    """Warps, of whose lanes at most half have no number, and none more than 128."""
     held = next_power_of_2(params.heads) * next_power_of_2(params.width)
     for warps in WARPS:
-        if warps <= limits.max_warps and warps * 32 <= max(32, held) and held <= warps * 32 * 128:
+        if warps <= limits.max_warps and warps * 16 <= held <= warps * 32 * 128:
             yield Config(warps)
 
 

@@ -47,7 +47,7 @@ SOME, MANY = 32, 512
 """Tokens whose programs fill the target, where a line has many parts and where it has few."""
 NARROWING = ((256, 1), (1024, 4), (2048, 8), (2048, 4), (4096, 4), (4096, 8), (4096, 16))
 """Places that narrow holds, with its warps."""
-CHOOSING = ((1024, 1), (4096, 4), (16384, 16))
+CHOOSING = ((1024, 1), (4096, 4), (8192, 16))
 """Places that choose holds, with its warps."""
 
 
@@ -233,7 +233,18 @@ CASES = (
     _case("chunk", (9, 3), (150, 3), 2, weights_dtype=torch.bfloat16, limit=20, block=2, blocks=0, **BF16),
     _case("narrow rows", (1, 1), (200, 64), 1, limit=7, block=8, blocks=0, dtype=torch.bfloat16, heads=8, width=20),
     _case("packed", (1, 2, 1), (127, 3, 300), 2, top=40, blocks=6, width=96, align=8, queries=4, form=KEYS),
-    _case("bytes", (4, 1), (150, 64), 1, limit=20, block=2, blocks=0, **{**BF16, "width": 64}, form=(8, 32, 1)),
+    _case(
+        "bytes",
+        (4, 1),
+        (150, 64),
+        1,
+        limit=20,
+        block=2,
+        blocks=0,
+        **{**BF16, "width": 64},
+        form=(8, 32, 1),
+        bytes_align=2,
+    ),
     _case("typical", (1,) * 64, (32768,) * 64, 4, blocks=2048, **V41),
     _case("stored", (1,) * 64, (32768,) * 64, 2, blocks=2048, **V41, form=KEYS, bytes_align=4),
     _case("narrow", (1,) * 64, (32768,) * 64, 4, limit=2048, blocks=0, **V41),

@@ -240,7 +240,7 @@ CASES = (
     _case("prompts", (70, 1, 0, 33), (100, 1, 65, 33), width=12, heads=2),
     _case("chunk", (19, 9), (150, 9), heads=6, top=50, sinks_dtype=torch.bfloat16, **BF16),
     _case("packed", (1, 2, 1), (70, 2, 131), width=96, heads=5, form=(8, 32, 1), rows_form=(4, 16, 0), align=8),
-    _case("bytes", (3, 1), (150, 0), rows_form=(8, 16, 0), **BF16),
+    _case("bytes", (3, 1), (150, 0), rows_form=(8, 16, 0), bytes_align=4, **BF16),
     _case("stored", (2, 1), (65, 4), window=40, form=(4, 32, 1), **ALONE, **BF16),
     _case("typical", (1,) * 64, (4096,) * 64, **V41),
     _case("published", (1,) * 64, (4096,) * 64, **V41, form=(8, 32, 1), rows_form=(4, 16, 0), bytes_align=16),

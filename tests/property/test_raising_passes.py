@@ -24,7 +24,7 @@ def test_every_raising_pass_of_the_presets_is_here() -> None:
     """But one that changes what a program returns, which `test_raise_output_projection` compares, and those that only
     bundles have, which `test_raise_rotary_table` and so on compare on every spelling."""
     elsewhere = {"raise-output-projection", "raise-rotary-table", "raise-recent", "raise-selected-attention"}
-    elsewhere.add("raise-hyper-connections")
+    elsewhere |= {"raise-hyper-connections", "raise-packed-rows"}
     named = {p.name for p in (*RAISE, *BACKEND) if p.name.startswith("raise-")} - elsewhere
     assert {p.name for passes in ALONE.values() for p in passes} == named
 

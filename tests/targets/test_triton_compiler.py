@@ -62,6 +62,8 @@ def elf_architecture(data: bytes) -> tuple[int, int]:
         "write_rows",
         "cached_recent",
         "cached_select_rows",
+        "pack_rows",
+        "unpack_rows",
         "mix_streams",
         "join_streams",
         "collapse_streams",

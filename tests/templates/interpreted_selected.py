@@ -265,7 +265,7 @@ def test_lines_of_several_parts(tmp_path: Path) -> None:
     rows[2100:2900] += 10
     for scores, tops in ((rows, (7, 1024, 1500)), (rows.round(), (300, 2000)), (torch.zeros(3000), (1100,))):
         for top in tops:
-            for held, warps in ((16384, 16), (1024, 1)):
+            for held, warps in ((8192, 16), (1024, 1)):
                 found, want = choose(scores, tmp_path, top, held=held, choose_warps=warps)
                 assert found == want
 
