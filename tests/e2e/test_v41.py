@@ -95,6 +95,16 @@ def test_caches_of_published_forms(tmp_path: Path) -> None:
     assert len(stored) == 10 + 2 * 3
 
 
+@pytest.mark.slow
+def test_native_caches_of_published_forms(tmp_path: Path) -> None:
+    model = tiny.make(forms=PUBLISHED, **{**v41.SHORT, "head_dim": 32, "index_head_dim": 32}).requires_grad_(False)
+    deepinfer_compile.build(model, tmp_path / "b")
+    llm = deepinfer_compile.load(tmp_path / "b", max_model_len=128, max_num_batched_tokens=64)
+    given = prompts(VOCAB, (5, 40, 77))
+    with torch.no_grad():
+        assert bundle_tokens(llm, given, COUNT) == [v41.eager_tokens(model, p, COUNT) for p in given]
+
+
 SCRIPT = """
 import json, sys
 import deepinfer_compile
