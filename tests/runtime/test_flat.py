@@ -21,14 +21,14 @@ from tests.runtime.fakes import FULL, NARROW, WIDE
 from tests.runtime.sharing import PLENTY, assert_right, engine, ids, run
 
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-GROWTH = 1000
-"""Instructions that a conversation with 992 pages more may take more: for what takes its logarithm of steps."""
+GROWTH = 300
+"""Lines that a conversation with 992 pages more may run more: for what takes its logarithm of steps."""
 
 
 class Count:
-    """Instructions of Python that this package runs in this thread, within a `with`."""
+    """Lines of Python that this package runs in this thread, each round of a loop anew, within a `with`."""
 
-    instructions = 0
+    lines = 0
 
     def __enter__(self) -> Count:
         self.before = sys.gettrace()
@@ -41,16 +41,15 @@ class Count:
     def _frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         if "deepinfer_compile/runtime" not in frame.f_code.co_filename:
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._instruction
+        return self._line
 
-    def _instruction(self, frame: FrameType, event: str, arg: Any) -> Any:
-        self.instructions += event == "opcode"
-        return self._instruction
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        self.lines += event == "line"
+        return self._line
 
 
 def resumed(tokens: int, **options: Any) -> int:
-    """Instructions for a conversation of so many tokens that goes on, from its arrival to its end."""
+    """Lines for a conversation of so many tokens that goes on, from its arrival to its end."""
     target = engine((FULL, WIDE), limit=tokens + 100, max_num_batched_tokens=8192, max_num_seqs=2, **options)
     whole, counts = ids(tokens), []
     run(target, whole[:-32], params=ONE)
@@ -62,13 +61,13 @@ def resumed(tokens: int, **options: Any) -> int:
                 target.step()
         assert request.cached == (tokens - 32) // PAGE_SIZE * PAGE_SIZE
         assert target.flush(60)
-        counts.append(count.instructions)
+        counts.append(count.lines)
     target.close(60)
     return min(counts)
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_a_long_conversation_takes_no_more_instructions_than_a_short_one(disk, tmp_path):
+def test_a_long_conversation_runs_no_more_lines_than_a_short_one(disk, tmp_path):
     few, many = (
         resumed(tokens, **({"prefix_cache_folder": tmp_path / str(tokens)} if disk else {})) for tokens in (2048, 65536)
     )
