@@ -21,6 +21,11 @@ QUIET_NAN, TINY = 0x7FC00000, 0x00400000
 """The bits of NaN and of 2 ** -127 in fp32."""
 
 
+def stored_type(dtype: torch.dtype, form: Sequence[int] | None) -> torch.dtype:
+    """Of what a cache holds of rows that are computed in a dtype."""
+    return torch.uint8 if form else dtype
+
+
 def row_bytes(width: int, form: Sequence[int]) -> int:
     """Bytes of a row of `width` numbers, a multiple of the group."""
     bits, group, _ = form

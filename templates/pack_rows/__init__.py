@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -93,13 +93,23 @@ def bind(call: Call) -> Params | Refused:
     return Params(heads, width, form[0], form[1], bool(form[2]), largest, least, x.dtype, alignment(x))
 
 
-def default(params: Params, limits: Limits, tokens: int) -> Config:
+class Token(Protocol):
+    """What configurations depend on: the rows of a token."""
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+
+def default(params: Token, limits: Limits, tokens: int) -> Config:
     """As few warps as hold 16 numbers a lane."""
     held = next_power_of_2(params.heads) * next_power_of_2(params.width)
     return Config(max(1, min(WARPS[-1], limits.max_warps, held // (32 * 16))))
 
 
-def space(params: Params, limits: Limits) -> Iterator[Config]:
+def space(params: Token, limits: Limits) -> Iterator[Config]:
     """Warps, of whose lanes at most half have no number, and none more than 128."""
     held = next_power_of_2(params.heads) * next_power_of_2(params.width)
     for warps in WARPS:

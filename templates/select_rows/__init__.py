@@ -27,7 +27,7 @@ from deepinfer_compile.kernels import (
     next_power_of_2,
     side_by_side,
 )
-from deepinfer_compile.ops.packed import FORMS, row_bytes
+from deepinfer_compile.ops.packed import FORMS, row_bytes, stored_type
 from deepinfer_compile.ops.registry import Work
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.templates.select_rows.arguments import plan
@@ -139,11 +139,6 @@ def bind(call: Call) -> Params | Refused:
         form=form,
         bytes_align=alignment(keys) if form else 1,
     )
-
-
-def stored_type(dtype: torch.dtype, form: tuple[int, ...]) -> torch.dtype:
-    """Of what a cache of rows holds."""
-    return torch.uint8 if form else dtype
 
 
 def _tile(number: int) -> int:

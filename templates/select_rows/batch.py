@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_compile.kernels import Case
-from deepinfer_compile.ops.packed import PACK_ROWS, row_bytes
+from deepinfer_compile.ops.packed import PACK_ROWS, row_bytes, stored_type
 from deepinfer_compile.templates.write_rows.batch import LARGEST, Pages, drawn, paged, spread
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def batch(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
     p, tokens = case.params, sum(case.new)
     pages = paged(case.new, case.lengths, p.page * p.ratio, generator)
     row = row_bytes(p.width, p.form) if p.form else p.width
-    keys = pages.blank(p.page, row, dtype=torch.uint8 if p.form else p.dtype)
+    keys = pages.blank(p.page, row, dtype=stored_type(p.dtype, p.form))
     for length, places in zip(case.lengths, pages.places):
         where = places[p.ratio - 1 :: p.ratio][: length // p.ratio] // p.ratio
         made = drawn((len(where), p.width), p.dtype, generator).round_()

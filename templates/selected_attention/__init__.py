@@ -25,7 +25,7 @@ from deepinfer_compile.kernels import (
     next_power_of_2,
     side_by_side,
 )
-from deepinfer_compile.ops.packed import FORMS, row_bytes
+from deepinfer_compile.ops.packed import FORMS, row_bytes, stored_type
 from deepinfer_compile.ops.registry import Work
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.templates.selected_attention.arguments import plan
@@ -136,11 +136,6 @@ def _unfit(call: Call) -> str:
         return f"a window of {given['window']} tokens or a list of more than {LONGEST} rows"
     apart = [name for name, t in latents.items() if not side_by_side(t)]
     return f"the elements of {apart[0]!r} rows do not lie side by side" if apart else ""
-
-
-def stored_type(dtype: torch.dtype, form: Sequence[int] | None) -> torch.dtype:
-    """Of what a cache of latents holds."""
-    return torch.uint8 if form else dtype
 
 
 def _tile(number: int) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepinfer_compile.kernels import Case
+from deepinfer_compile.ops.packed import stored_type
 from deepinfer_compile.templates.write_rows.batch import Pages, drawn_rows, paged, spread
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def batch(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
     """Operands of cached_selected_attention. The rows lie on other pages than the window."""
     p, tokens = case.params, sum(case.new)
     pages = paged(case.new, case.lengths, p.page, generator, p.window - 1)
-    cache = pages.blank(p.page, p.stored(p.form), dtype=_type(p, p.form))
+    cache = pages.blank(p.page, p.stored(p.form), dtype=stored_type(p.dtype, p.form))
     for count, length, places in zip(case.new, case.lengths, pages.places):
         old = max(0, length - count)
         _fill(cache, places[max(0, old - p.window + 1) : old], p, p.form, generator)
@@ -41,10 +42,6 @@ def batch(case: Case[Params], generator: torch.Generator) -> dict[str, Any]:
     return {**found, "sinks": sinks, "scale": p.scale, "window": p.window, **forms}
 
 
-def _type(p: Params, form: tuple[int, ...]) -> torch.dtype:
-    return torch.uint8 if form else p.dtype
-
-
 def _fill(cache: Tensor, where: Tensor, p: Params, form: tuple[int, ...], generator: torch.Generator) -> None:
     size = cache.shape[1]
     cache[where // size, where % size] = drawn_rows((len(where), p.width), cache.dtype, form, generator)
@@ -54,7 +51,7 @@ def _rows(case: Case[Params], generator: torch.Generator) -> dict[str, Tensor]:
     p = case.params
     pages = paged(case.new, case.lengths, p.page, generator)
     ratio = p.page // p.rows_page
-    rows = pages.blank(p.rows_page, p.stored(p.rows_form), dtype=_type(p, p.rows_form))
+    rows = pages.blank(p.rows_page, p.stored(p.rows_form), dtype=stored_type(p.dtype, p.rows_form))
     for length, places in zip(case.lengths, pages.places):
         _fill(rows, places[ratio - 1 :: ratio][: length // ratio] // ratio, p, p.rows_form, generator)
     chosen = _chosen(case, pages, ratio, generator)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from deepinfer_compile.kernels import (
     Call,
     Case,
     KernelSpec,
-    Limits,
     Refused,
     alignment,
     next_power_of_2,
@@ -24,7 +23,7 @@ from deepinfer_compile.kernels import (
 from deepinfer_compile.ops.packed import FORMS, row_bytes, row_width
 from deepinfer_compile.ops.registry import Work
 from deepinfer_compile.runtime.launch import Argument, Buffer, Launch, LaunchPlan, Operand
-from deepinfer_compile.templates.pack_rows import DTYPES, MOST, WARPS, row_shape
+from deepinfer_compile.templates.pack_rows import DTYPES, MOST, Config, default, row_shape, space
 from deepinfer_compile.templates.write_rows.batch import drawn_rows, spread
 
 
@@ -51,13 +50,6 @@ class Params:
         return self.bits, self.group, int(self.powers)
 
 
-@dataclass(frozen=True)
-class Config:
-    """Warps of a program."""
-
-    num_warps: int
-
-
 def bind(call: Call) -> Params | Refused:
     """Params of a call of unpack_rows."""
     stored, form, dtype = call.arguments["stored"], tuple(call.arguments["form"]), call.arguments["dtype"]
@@ -73,20 +65,6 @@ def bind(call: Call) -> Params | Refused:
     if not side_by_side(stored):
         return Refused("the bytes of its rows do not lie side by side")
     return Params(heads, width, *form[:2], bool(form[2]), dtype, alignment(stored))
-
-
-def default(params: Params, limits: Limits, tokens: int) -> Config:
-    """As few warps as hold 16 numbers a lane."""
-    held = next_power_of_2(params.heads) * next_power_of_2(params.width)
-    return Config(max(1, min(WARPS[-1], limits.max_warps, held // (32 * 16))))
-
-
-def space(params: Params, limits: Limits) -> Iterator[Config]:
-    """Warps, of whose lanes at most half have no number, and none more than 128."""
-    held = next_power_of_2(params.heads) * next_power_of_2(params.width)
-    for warps in WARPS:
-        if warps <= limits.max_warps and warps * 16 <= held <= warps * 32 * 128:
-            yield Config(warps)
 
 
 def plan(params: Params, config: Config) -> LaunchPlan:
