@@ -99,20 +99,20 @@ class Executor(Protocol):
         """Allocate the caches: `pages[g]` pages for group g. Contents are undefined."""
         ...
 
-    def read_page(self, group: int, page: int) -> dict[str, Tensor]:
-        """The rows of a page of a group: a contiguous copy on the host for each of its caches."""
-        ...
-
     def page_form(self, group: int) -> Form:
         """Where the caches of a group are in the bytes of a page."""
         ...
 
     def read_pages(self, group: int, pages: Sequence[int]) -> Tensor:
-        """The rows of pages of a group on the host, u8[pages, bytes of its form]."""
+        """A copy of the rows of pages of a group on the host, u8[pages, bytes of its form]."""
+        ...
+
+    def host_memory(self, size: int) -> Tensor:
+        """So many bytes on the host, u8, from which the caches' device copies by itself."""
         ...
 
     def write_pages(self, group: int, pages: Sequence[int], rows: Sequence[PageRows]) -> int:
-        """Put rows that `read_page` gave, here or elsewhere, into pages; how many, from the first on: it ends before
+        """Put rows that `read_pages` gave, here or elsewhere, into pages; how many, from the first on: it ends before
         those that are not of the group's form."""
         ...
 

@@ -23,15 +23,15 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deepinfer_compile.runtime.disk import DiskPages, space
-from deepinfer_compile.runtime.disk_reading import Page, Reading
-from deepinfer_compile.runtime.page_rows import PageRows, pieces
+from deepinfer_compile.runtime.disk import DiskPages
+from deepinfer_compile.runtime.disk_reading import Page, Reading, Span, memory_of, together
+from deepinfer_compile.runtime.page_rows import Form, PageRows, host_memory
 
 QUEUED = 1 << 30
 """Bytes that may wait to be written; the page that crosses this is the last one taken."""
@@ -39,8 +39,6 @@ EXIT_SECONDS = 5.0
 """How long the interpreter's exit waits for what is queued."""
 READERS = 8
 """Threads that read the pages of a request, most of whose time is the system's and the checksum's."""
-FEW = 16
-"""Pages for which another thread is not worth its start."""
 PART, PAUSES, PAUSE = 64, 4, 0.0005
 """Pages of a loop that others wait for; and how often they get so many seconds before it goes on."""
 LATE = 5.0
@@ -53,18 +51,19 @@ Job = Callable[[], None]
 
 
 class DiskThread:
-    """Jobs on the pages of a folder. most: bytes that may wait to be written.
+    """Jobs on the pages of a folder. most: bytes that may wait to be written. memory: gives so many bytes on the host,
+    into which pages are read.
 
     dropped: pages that were not written because the queue was full, or not emptied in time. off: nothing is read or
     written any more. `flush`, `close`, `wake` and `end` are for any thread, the others for the one that runs the steps.
     """
 
-    def __init__(self, disk: DiskPages, most: int = QUEUED) -> None:
-        self._disk, self.most = disk, most
+    def __init__(self, disk: DiskPages, most: int = QUEUED, memory: Callable[[int], Tensor] = host_memory) -> None:
+        self._disk, self.most, self._memory = disk, most, memory
         self.dropped = 0
         self.off = False
         self._lock = threading.Lock()
-        self._waiting: dict[Page, Mapping[str, Tensor]] = {}
+        self._waiting: dict[Page, PageRows] = {}
         self._bytes = 0
         self._gone: dict[bytes, int] = {}
         self._live: set[Reading] = set()
@@ -108,18 +107,20 @@ class DiskThread:
                     found[:, group] |= [(digest, group) in self._waiting for digest in digests]
             return found
 
-    def write(self, digest: bytes, group: int, rows: Mapping[str, Tensor], parent: bytes, until: float) -> None:
-        """Keep a page, whose tensors nobody changes any more, see `DiskPages`; drop it where the queue is full."""
+    def write(
+        self, digests: Sequence[bytes], group: int, form: Form, content: Tensor, parent: bytes, until: float
+    ) -> None:
+        """Keep pages that nobody changes any more, see `DiskPages.write_run`; drop them where the queue is full."""
         if self.off:
             return
         if self.full:
-            self.dropped += 1
+            self.dropped += len(digests)
             return
-        page, size = (digest, group), sum(held.nbytes for held in rows.values())
+        run = {(digest, group): PageRows(form, held) for digest, held in zip(digests, content)}
         with self._lock:
-            self._waiting[page] = rows
-            self._bytes += size
-        self._post(lambda: self._write(page, rows, size, parent, until))
+            self._waiting |= run
+            self._bytes += content.nbytes
+        self._post(lambda: self._write(run, content, parent, until))
 
     def touch(self, digests: Iterable[bytes], until: float) -> None:
         """Pages are used now, and kept until then if not longer. digests: read later, in the thread."""
@@ -324,63 +325,52 @@ class DiskThread:
         left = self._disk.expire() if not self.off else HOUR
         return min(max(left, 1.0), HOUR if not self._disk.undated else 1.0)
 
-    def _write(self, page: Page, rows: Mapping[str, Tensor], size: int, parent: bytes, until: float) -> None:
+    def _write(self, run: Mapping[Page, PageRows], content: Tensor, parent: bytes, until: float) -> None:
+        """Write pages of a run, up to the first that nobody wants any more."""
         try:
             with self._lock:
-                wanted = self._waiting.get(page) is rows and not self.off
+                wanted = [] if self.off else list(takewhile(lambda page: self._waiting.get(page) is run[page], run))
             if wanted:
-                self._disk.write(*page, rows, parent, until)
+                digests, group, form = [digest for digest, _ in wanted], wanted[0][1], run[wanted[0]].form
+                self._disk.write_run(digests, group, form, content[: len(wanted)], parent, until)
         finally:
             with self._lock:
-                self._bytes -= size
-                if self._waiting.get(page) is rows:
-                    del self._waiting[page]
+                self._bytes -= content.nbytes
+                for page, rows in run.items():
+                    if self._waiting.get(page) is rows:
+                        del self._waiting[page]
 
     def _read(self, reading: Reading, until: float) -> None:
-        """Read pages with several threads, which end before this does. Raises what went wrong in the first of them."""
-        left, faults = iter(zip(reading.pages, pieces(map(space, reading.sizes)), strict=True)), list[BaseException]()
-        given = reading, left, faults
-        helpers = [
-            threading.Thread(target=self._read_pages, args=given, name="reads for the prefix cache", daemon=True)
-            for _ in range(min(READERS - 1, len(reading.pages) // FEW))
-        ]
+        """Read pages with several threads. Raises what went wrong in the first of them."""
+        fault = None
         try:
-            for one in helpers:
-                one.start()
-            self._read_pages(*given)
-            for one in helpers:
-                one.join()
+            with self._lock:
+                waiting = {page: rows for page in reading.pages if (rows := self._waiting.get(page)) is not None}
+                reading.rows |= waiting
+            spans = self._disk.plan(page for page in reading.pages if page not in waiting)
+            left = iter(zip(spans, memory_of(spans, self._memory)))
+            others = min(READERS, len(spans)) - 1
+            fault = together(lambda: self._read_next(reading, left), others, "reads for the prefix cache")
         finally:
             reading.seconds = time.perf_counter() - reading.began
             reading.done = True
             self._news.put(None)
         used = iter(dict.fromkeys(page[0] for page in reading.read))
         self._next(lambda: self._touch(used, until))
-        if faults:
-            raise faults[0]
+        if fault is not None:
+            raise fault
 
-    def _read_pages(self, reading: Reading, left: Iterator[tuple[Page, Tensor]], faults: list[BaseException]) -> None:
-        """Read what is left, which several threads share, until one of them fails."""
-        try:
-            for page, place in left:
-                if reading.dropped or self.off or faults or self._disk.failures:
-                    return
-                self._read_page(reading, page, place)
-                reading.heard = time.perf_counter()
-        except BaseException as error:
-            faults.append(error)
-
-    def _read_page(self, reading: Reading, page: Page, place: Tensor) -> None:
-        waiting, gone = self._waiting.get(page), page[0] in self._gone
-        if waiting is not None:
-            rows: PageRows | None = PageRows.of(waiting)
-        else:
-            rows = None if gone else self._disk.read(*page, place)
-            if rows is not None:
-                reading.read.append(page)
+    def _read_next(self, reading: Reading, left: Iterator[tuple[Span, Tensor]]) -> bool:
+        """Read the next span of what is left, which several threads share; whether there was one to read."""
+        span, into = next(left, (None, None))
+        if span is None or into is None or reading.dropped or self.off or self._disk.failures:
+            return False
+        came = {(digest, span.file.group): rows for digest, rows in zip(span.digests, self._disk.read_span(span, into))}
+        reading.read += came
         with self._lock:
-            if rows is not None and page[0] not in self._gone:
-                reading.rows[page] = rows
+            reading.rows |= {page: rows for page, rows in came.items() if page[0] not in self._gone}
+        reading.heard = time.perf_counter()
+        return True
 
 
 _LIVE: weakref.WeakSet[DiskThread] = weakref.WeakSet()

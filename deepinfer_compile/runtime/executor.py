@@ -21,9 +21,9 @@ from deepinfer_compile.runtime.batch import CacheGroup, Flight, StepInput
 from deepinfer_compile.runtime.drawing import Draw, Numbers
 from deepinfer_compile.runtime.kept import in_prompt, kept_inputs
 from deepinfer_compile.runtime.kernel_blocks import StepState
-from deepinfer_compile.runtime.page_rows import Form, PageRows, in_one
+from deepinfer_compile.runtime.page_rows import Form, PageRows, host_memory, in_one
 
-STAGING = 8 << 20
+STAGING = 32 << 20
 """Bytes of pages that are copied into the caches together, about; so many go to the device while the next are brought
 together."""
 Runner = Callable[[list[Any]], Sequence[Any]]
@@ -201,10 +201,6 @@ class BundleExecutor:
         caches = next(iter(self.programs.values())).caches
         return {c["name"]: self.allocated[c["name"]] for c in caches if c["group"] == group}
 
-    def read_page(self, group: int, page: int) -> dict[str, Tensor]:
-        """See `Executor`."""
-        return {name: held[page].to("cpu", copy=True).contiguous() for name, held in self._caches(group).items()}
-
     def page_form(self, group: int) -> Form:
         """See `Executor`."""
         return Form.of({name: (held.dtype, tuple(held.shape[1:])) for name, held in self._caches(group).items()})
@@ -212,12 +208,19 @@ class BundleExecutor:
     def read_pages(self, group: int, pages: Sequence[int]) -> Tensor:
         """See `Executor`."""
         form, caches = self.page_form(group), self._caches(group)
-        found = torch.zeros((len(pages), form.size), dtype=torch.uint8)
+        found = torch.zeros((len(pages), form.size), dtype=torch.uint8, device=self.device)
         places = torch.tensor(pages, dtype=torch.int64, device=self.device)
         for one in form.places if len(pages) else ():
-            rows = caches[one.name].index_select(0, places).flatten(1)
-            found[:, one.start : one.end] = rows.view(torch.uint8).cpu()
-        return found
+            rows = caches[one.name].index_select(0, places).view(len(pages), -1)
+            found[:, one.start : one.end] = rows.view(torch.uint8)
+        return found.cpu()
+
+    def host_memory(self, size: int) -> Tensor:
+        """See `Executor`."""
+        # of torch, which makes such memory once and gives it out again when the device has read it
+        return (
+            torch.empty(size, dtype=torch.uint8, pin_memory=True) if self.device.type == "cuda" else host_memory(size)
+        )
 
     def write_pages(self, group: int, pages: Sequence[int], rows: Sequence[PageRows]) -> int:
         """See `Executor`."""

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -30,9 +29,11 @@ from torch import Tensor
 
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.disk import DiskPages
+from deepinfer_compile.runtime.disk_files import fits
 from deepinfer_compile.runtime.disk_reading import Page, Reading
 from deepinfer_compile.runtime.disk_thread import DiskThread
-from deepinfer_compile.runtime.page_rows import PageRows
+from deepinfer_compile.runtime.page_rows import Form, PageRows
+from deepinfer_compile.runtime.prefix_runs import runs_of, spans_of
 from deepinfer_compile.runtime.request import Request
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ STAGED = 1 << 30
 """Bytes read that may wait for their requests to start; the reading that crosses this is the last one begun."""
 PATIENCE = 60.0
 """Seconds that a change of the model waits for what is queued for disk."""
+FILE = 1 << 20
+"""Bytes that a file should have at most: more make a disk no faster, and leave it later."""
+AHEAD = [1 << power for power in range(20, 27)]
+"""Bytes of memory for readings that is made before a request waits: it stays with who gave it, and that of a device
+takes milliseconds to make."""
 NAMED = 256
 """Pages that are named and looked for together."""
 TRIES = 2
@@ -54,7 +60,11 @@ TRIES = 2
 class Rows(Protocol):
     """Access to the rows of pages, see `Executor`."""
 
-    def read_page(self, group: int, page: int) -> dict[str, Tensor]: ...
+    def page_form(self, group: int) -> Form: ...
+
+    def read_pages(self, group: int, pages: Sequence[int]) -> Tensor: ...
+
+    def host_memory(self, size: int) -> Tensor: ...
 
     def write_pages(self, group: int, pages: Sequence[int], rows: Sequence[PageRows]) -> int: ...
 
@@ -79,7 +89,9 @@ class DiskTier:
 
     def __init__(self, disk: DiskPages, rows: Rows, keep: Mapping[str, float]) -> None:
         self._disk, self._rows, self._keep = disk, rows, keep
-        self.work = DiskThread(disk)
+        self.work = DiskThread(disk, memory=rows.host_memory)
+        for size in AHEAD:
+            rows.host_memory(size)
         self._restored = 0
         self._leaving: deque[Iterator[int]] = deque()
         self._readings: dict[Request, list[Reading]] = {}
@@ -145,36 +157,35 @@ class DiskTier:
             most -= size or 0
 
     def _write(self, tree: PrefixCache, path: list[Node], ends: tuple[int, int], until: float) -> Iterator[int]:
-        """Copy the pages that are not on disk one by one, the first first; yields their bytes.
+        """Copy the pages that are not on disk, those of a file together and the first first; yields their bytes.
 
         A page may have left the pools meanwhile: then those that hang on it are of no use either.
         """
-        spans = self._spans(tree, path, ends)
+        spans = spans_of(tree.groups, path, ends, self.work.has)
         linked = any(group.reach is None for group in tree.groups)
-        for page in sorted({page for each in spans for span in each for page in span}):
-            one, above = path[page], path[page - 1].digest if linked and page else b""
-            for i, group in enumerate(tree.groups):
-                needed = any(page in span for span in spans[i])
-                if not needed or self.work.has(one.digest, i) or (one.pages[i] < 0 and group.reach is not None):
-                    continue
-                if self.work.full or one.pages[i] < 0:
-                    self.work.dropped += len(path) - page
-                    self.work.trim(one.digest if i else above)
-                    return
-                rows = self._rows.read_page(i, int(one.pages[i]))
-                self.work.write(one.digest, i, rows, above, until)
-                yield sum(held.nbytes for held in rows.values())
-
-    def _spans(self, tree: PrefixCache, path: list[Node], ends: tuple[int, int]) -> list[list[range]]:
-        """For each group the pages that may have to be written. Nobody keeps a page without those before it, so of
-        whole contexts these are the pages behind the last one that is there."""
-        whole = [i for i, group in enumerate(tree.groups) if group.reach is None]
-        first = bisect_left(path, True, key=lambda one: not all(self.work.has(one.digest, i) for i in whole))
-        found = []
-        for group in tree.groups:
-            begins = [first if group.reach is None else group.first(end * PAGE_SIZE) for end in ends]
-            found.append([range(begin, end) for begin, end in zip(begins, ends)])
-        return found
+        # without whole contexts pages do not hang on one another
+        most = [fits(self._rows.page_form(i), FILE) if linked else 1 for i in range(len(tree.groups))]
+        pages = sorted({page for each in spans for span in each for page in span})
+        for _, together in groupby(pages, key=lambda page: page // max(most)):
+            size, full, some = 0, False, list(together)
+            runs, end = runs_of(tree.groups, path, spans, some, most, self.work.has)
+            for i, run in runs:
+                full = self.work.full
+                if full:
+                    break
+                nodes = path[run.start : run.stop]
+                content = self._rows.read_pages(i, [int(one.pages[i]) for one in nodes])
+                above = path[run.start - 1].digest if linked and run.start else b""
+                form = self._rows.page_form(i)
+                self.work.write([one.digest for one in nodes], i, form, content, above, until)
+                size += content.nbytes
+            if full or end <= some[-1]:
+                end = some[0] if full and not size else end
+                self.work.dropped += len(path) - (some[0] if full else end)
+                if end and linked:
+                    self.work.trim(path[end - 1].digest)
+                return
+            yield size
 
     def _until(self, request: Request) -> float:
         """Until when the pages of a request are kept, if it is used now."""

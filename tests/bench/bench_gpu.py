@@ -1,8 +1,8 @@
 """The GPU table: kernels, the backend door and a bundle beside what a user would otherwise run.
 
 `python -m tests.bench.bench_gpu --out DIR` measures what DIR does not hold yet, a process a section, and prints the
-table. `... SECTION ...` measures these sections and prints their rows: latent, prompts, experts, stored, ced, resume,
-decode:BATCH:CACHE[:WHO ...], prefill:TOKENS[:WHO ...], generate:BATCH[:WHO ...], bundle[:BATCH ...].
+table. `... SECTION ...` measures these sections and prints their rows: latent, prompts, experts, stored, ced,
+resume[:LAYERS], decode:BATCH:CACHE[:WHO ...], prefill:TOKENS[:WHO ...], generate:BATCH[:WHO ...], bundle[:BATCH ...].
 `... --table DIR` prints the table of what DIR holds.
 """
 
@@ -34,6 +34,7 @@ SECTIONS = (
     "stored",
     "ced",
     "resume",
+    "resume:40",
 )
 GOALS = {
     "decode B 64 cache 4096": 6200.0,
@@ -78,7 +79,7 @@ def run(section: str, rows: Rows, built: Any = None) -> Any:
     elif name == "ced":
         gpu_ced.ced(rows)
     elif name == "resume":
-        gpu_resume.resume(rows)
+        gpu_resume.resume(rows, *map(int, rest))
     else:
         raise SystemExit(f"no section {name!r}; there are {', '.join(SECTIONS)}")
     return built

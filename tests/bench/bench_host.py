@@ -20,6 +20,7 @@ import torch
 from deepinfer_compile.cli.show import stdout, table
 from deepinfer_compile.runtime.batch import PAGE_SIZE, CacheGroup, StepInput
 from deepinfer_compile.runtime.llm import LLM
+from deepinfer_compile.runtime.page_rows import Form
 from tests.bench.bench_resume import NEW, ask
 
 VOCAB, REPEATS = 32768, 9
@@ -36,7 +37,7 @@ class Idle:
         self.max_model_len = room
 
     def allocate(self, pages: tuple[int, ...]) -> None:
-        self.rows, self.logits = torch.zeros(PAGE_SIZE, dtype=torch.int64), torch.zeros(1, VOCAB)
+        self.logits = torch.zeros(1, VOCAB)
 
     def step(self, inputs: StepInput) -> torch.Tensor:
         return self.logits[: len(inputs.rows)]
@@ -44,8 +45,14 @@ class Idle:
     def start(self, *_: Any, **__: Any) -> None:
         return None
 
-    def read_page(self, group: int, page: int) -> dict[str, torch.Tensor]:
-        return {"rows": self.rows}
+    def page_form(self, group: int) -> Form:
+        return Form.of({"rows": (torch.int64, (PAGE_SIZE,))})
+
+    def read_pages(self, group: int, pages: list[int]) -> torch.Tensor:
+        return torch.zeros(len(pages), 8 * PAGE_SIZE, dtype=torch.uint8)
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def measure(tokens: int, folder: Path | None) -> list[float]:

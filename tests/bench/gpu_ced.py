@@ -2,7 +2,7 @@
 
 DeepSeek-V4.1's widths, 12 layers (6 below the boundary, 6 above it; every role of keys and of choices), 64 experts,
 small memory tables, bf16, random weights. Caches hold bf16 too, in the mode `packed` the published bytes. `python -m
-tests.bench.gpu_ced OUT` builds the bundles without a GPU, for BENCH_CED, and that of `gpu_resume`; `python -m
+tests.bench.gpu_ced OUT` builds the bundles without a GPU, for BENCH_CED, and those of `gpu_resume`; `python -m
 tests.bench.bench_gpu ced` measures them, or builds them first.
 """
 
@@ -57,7 +57,8 @@ SHAPE: dict[str, Any] = {
 
 def config(**changes: Any) -> DeepseekV41Config:
     """The shape; rows of memory tables follow from the rest."""
-    found = DeepseekV41Config(**SHAPE | changes, engram_num_embeddings=(0,))
+    shape = SHAPE | changes
+    found = DeepseekV41Config(**shape, engram_num_embeddings=(0,) * len(shape["engram_layer_ids"]))
     return found.with_(engram_num_embeddings=tuple(sum(sizes) for sizes in table_sizes(found).values()))
 
 
@@ -214,4 +215,6 @@ if __name__ == "__main__":
     from tests.bench import gpu_resume
 
     chips = sys.argv[2:] or ["nvidia-sm90"]
-    gpu_resume.build(build(Path(sys.argv[1]), chips) / "resume.bundle", chips)
+    made = build(Path(sys.argv[1]), chips)
+    for layers in gpu_resume.LAYERS:
+        gpu_resume.build(made / gpu_resume.name_of(layers), chips, layers)

@@ -1,10 +1,11 @@
 """A conversation that goes on, on a GPU: rows from the caches' memory, from disk, or computed again.
 
 The causal encoder-decoder of `gpu_ced` with 8 experts and caches in the published bytes, in a bundle that keeps the
-last rows of prompts. Each conversation has so many tokens, of which the last 32 are new. Small steps run as graphs,
-which are captured when one of their size comes for the first time; that time is shown once, apart. What chooses rows
-looks at every index key, so its share, which grows with the conversation, is shown beside the rest of what the device
-does, and apart from both the host's, which is what is left of the time that it takes to compute rows again.
+last rows of prompts; `resume:40` has the published 40 layers. Each conversation has so many tokens, of which the last
+32 are new. Small steps run as graphs, which are captured when one of their size comes for the first time; that time is
+shown once, apart. What chooses rows looks at every index key, so its share, which grows with the conversation, is shown
+beside the rest of what the device does, and apart from both the host's, which is what is left of the time that it takes
+to compute rows again.
 
 BENCH_DISK names a folder on the disk to measure; without it rows lie where temporary files do.
 """
@@ -14,12 +15,14 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import deepinfer_compile as dc
+from deepinfer_compile.models.deepseek_v41.config import RELEASED_RATIOS
 from deepinfer_compile.models.deepseek_v41.storage import PUBLISHED
 from tests.bench import gpu_ced
 from tests.bench.bench_resume import NEW, ask, leave_memory
@@ -27,16 +30,33 @@ from tests.bench.gpu_bundle import target
 from tests.bench.gpu_rows import Rows
 
 LENGTHS = (1024, 8192, 65536, 262144)
+LAYERS: dict[int, dict[str, Any]] = {
+    12: {},
+    40: {
+        "num_hidden_layers": 40,
+        "compress_ratios": RELEASED_RATIOS,
+        "kv_source_layer_ids": (2, 8, 14, 20),
+        "index_source_layer_ids": (2, 8, 14, 20, 24, 28, 32, 36),
+        "candidate_source_layer_id": 20,
+        "engram_layer_ids": (1, 14),
+    },
+}
+"""What each number of layers changes in the shape of `gpu_ced`."""
 ROOM, EXPERTS, REPEATS = 262144 + 256, 8, 5
 CHOOSING = ("score", "narrow", "choose")
 """Kernels of `select_rows`."""
 
 
-def build(out: Path, targets: list[str]) -> Path:
+def build(out: Path, targets: list[str], layers: int = 12) -> Path:
     """The bundle without weights. Needs no GPU."""
-    model = gpu_ced.make(PUBLISHED, n_routed_experts=EXPERTS)
+    model = gpu_ced.make(PUBLISHED, n_routed_experts=EXPERTS, **LAYERS[layers])
     dc.build(model, out, target=targets, weights="none", max_model_len=ROOM, keep=gpu_ced.KEEP)
     return out
+
+
+def name_of(layers: int) -> str:
+    """The folder of a bundle among those of BENCH_CED."""
+    return f"resume{layers}.bundle"
 
 
 def load(bundle: Path, weights: Path, folder: Path) -> Any:
@@ -65,22 +85,22 @@ def settle(llm: Any) -> None:
         time.sleep(0.5)
 
 
-def resume(rows: Rows) -> None:
-    """Microseconds to the first token. BENCH_CED names a folder with a bundle built elsewhere."""
+def resume(rows: Rows, layers: int = 12) -> None:
+    """Microseconds to the first token. BENCH_CED names a folder with bundles built elsewhere."""
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DISK")) as disk:
         root, kept, given = Path(name), Path(disk), os.environ.get("BENCH_CED")
-        bundle = Path(given) / "resume.bundle" if given else build(root / "resume.bundle", [target()])
+        bundle = Path(given) / name_of(layers) if given else build(root / "bundle", [target()], layers)
         (root / "weights").mkdir()
-        gpu_ced.save_weights(root / "weights", "cuda", n_routed_experts=EXPERTS)
+        gpu_ced.save_weights(root / "weights", "cuda", n_routed_experts=EXPERTS, **LAYERS[layers])
         llm = load(bundle, root / "weights", kept)
         for tokens in LENGTHS:
             whole = conversation(tokens)
-            add(rows, tokens, "computed", ask(llm, whole[:-NEW]), "")
+            add(rows, (tokens, layers), "computed", ask(llm, whole[:-NEW]), "")
             settle(llm)
-            add(rows, tokens, "memory, first of its size", ask(llm, whole), "")
+            add(rows, (tokens, layers), "memory, first of its size", ask(llm, whole), "")
             again = sorted((ask(llm, other_end(whole, 2 + i)) for i in range(REPEATS)), key=lambda one: one.recompute)
             shown = shares(again[REPEATS // 2].recompute * 1e3, *device(llm, other_end(whole)))
-            add(rows, tokens, "memory", again[REPEATS // 2], "", shown)
+            add(rows, (tokens, layers), "memory", again[REPEATS // 2], "", shown)
         llm.close()
         del llm
         torch.cuda.empty_cache()
@@ -90,17 +110,17 @@ def resume(rows: Rows) -> None:
             ask(llm, warm[:-NEW])
             ask(llm, warm)
         settle(llm)
-        leave_memory(kept)
         link = rate(kept)
         leave_memory(kept)
         for tokens in LENGTHS:
-            add(rows, tokens, "disk", ask(llm, conversation(tokens)), f", where plain reading of all files has {link}")
+            read = f", where plain reading of all files has {link}"
+            add(rows, (tokens, layers), "disk", ask(llm, conversation(tokens)), read)
         llm.close()
         del llm
         torch.cuda.empty_cache()
         llm = load(bundle, root / "weights", kept)
         for tokens in LENGTHS:
-            add(rows, tokens, "disk, files in memory", ask(llm, conversation(tokens)), "")
+            add(rows, (tokens, layers), "disk, files in memory", ask(llm, conversation(tokens)), "")
 
 
 def device(llm: Any, prompt: list[int]) -> tuple[float, float]:
@@ -122,10 +142,16 @@ def shares(recompute: float, choosing: float, rest: float) -> str:
 
 
 def rate(folder: Path) -> str:
-    """How fast the files of a folder are read one after the other, and how fast such bytes get to the device."""
-    begin = time.perf_counter()
-    sizes = [len(file.read_bytes()) for file in folder.glob("*/*")]
-    read = sum(sizes) / (time.perf_counter() - begin)
+    """How fast the files of a folder are read with nothing else done, by one thread and by the best number of them, and
+    how fast such bytes get to the device."""
+    files, rates = sorted(folder.glob("*/*")), dict[int, float]()
+    for threads in (1, 4, 8, 16):
+        leave_memory(folder)
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            size = sum(pool.map(lambda file: len(file.read_bytes()), files))
+        rates[threads] = size / (time.perf_counter() - begin) / 2**20
+    best = max(rates, key=lambda threads: rates[threads])
     here = torch.empty(1 << 28, dtype=torch.uint8)
     there = torch.empty_like(here, device="cuda")
     here.fill_(1)
@@ -133,14 +159,16 @@ def rate(folder: Path) -> str:
     begin = time.perf_counter()
     there.copy_(here)
     torch.cuda.synchronize()
-    return f"{read / 2**20:.0f} MiB/s, a copy to the device {here.nbytes / (time.perf_counter() - begin) / 2**20:.0f}"
+    copied = here.nbytes / (time.perf_counter() - begin) / 2**20
+    return f"{rates[1]:.0f} MiB/s, with {best} threads {rates[best]:.0f}, a copy to the device {copied:.0f}"
 
 
-def add(rows: Rows, tokens: int, who: str, one: Any, link: str, more: str = "") -> None:
+def add(rows: Rows, what: tuple[int, int], who: str, one: Any, link: str, more: str = "") -> None:
+    """Note a request. what: tokens and layers."""
     speed = f" at {one.disk_bytes / one.transfer / 2**20:.0f} MiB/s{link}" if one.disk_bytes and one.transfer else ""
     note = (
         f"found {one.ram_rows + one.disk_rows}, recomputed {one.recomputed_rows}, {one.disk_bytes / 2**20:.1f} MiB"
         f" read{speed}; ms: queued {one.queued * 1e3:.1f}, index {one.index * 1e3:.1f},"
         f" transfer {one.transfer * 1e3:.1f}, recompute {one.recompute * 1e3:.1f}{more}"
     )
-    rows.add(f"resume {tokens}", f"ours, {who}", one.first_token * 1e6, note=note)
+    rows.add(f"resume {what[0]} layers {what[1]}", f"ours, {who}", one.first_token * 1e6, note=note)

@@ -26,13 +26,13 @@ class Slow(DiskPages):
         if self.error_to_raise is not None:
             raise self.error_to_raise
 
-    def read(self, *args):
+    def read_span(self, *args):
         self._pass(self.reads)
-        return super().read(*args)
+        return super().read_span(*args)
 
-    def write(self, *args):
+    def write_run(self, *args):
         self._pass(self.writes)
-        super().write(*args)
+        super().write_run(*args)
 
 
 @pytest.fixture

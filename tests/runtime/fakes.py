@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from deepinfer_compile.runtime.batch import PAGE_SIZE, CacheGroup, StepInput
+from deepinfer_compile.runtime.page_rows import Form, host_memory
 from deepinfer_compile.runtime.params import SamplingParams
 
 MASK = 2**64 - 1
@@ -94,8 +95,15 @@ class HashExecutor:
     def start(self, inputs: StepInput, numbers, *, following: bool = False) -> None:
         return None
 
-    def read_page(self, group: int, page: int) -> dict[str, torch.Tensor]:
-        return {"rows": torch.from_numpy(self.caches[group][page].view(np.int64).copy())}
+    def page_form(self, group: int) -> Form:
+        return Form.of({"rows": (torch.int64, self.caches[group].shape[1:])})
+
+    def read_pages(self, group: int, pages: list[int]) -> torch.Tensor:
+        rows = torch.from_numpy(self.caches[group][np.array(pages, dtype=np.int64)].view(np.uint8).copy())
+        return rows.view(len(pages), self.page_form(group).size)
+
+    def host_memory(self, size: int) -> torch.Tensor:
+        return host_memory(size)
 
     def write_pages(self, group: int, pages, rows) -> int:
         self.writes.append((group, len(pages)))

@@ -12,20 +12,19 @@ import pytest
 import torch
 
 from deepinfer_compile.errors import BadOption
+from deepinfer_compile.runtime import prefix_disk
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.disk import DiskPages
 from deepinfer_compile.runtime.engine import Engine, EngineOptions
 from deepinfer_compile.runtime.params import SamplingParams
+from tests.runtime import folders
 from tests.runtime.fakes import FULL, GROUPS, NARROW, WIDE, HashExecutor
+from tests.runtime.folders import files, pages
 from tests.runtime.sharing import GREEDY, PLENTY, assert_pages, assert_right, assert_tree, engine, ids, run
 from tests.runtime.test_ahead import Flying
 from tests.runtime.test_prefix_runs import play
 
 NAME = b"n" * 32
-
-
-def files(folder) -> list:
-    return sorted(folder.glob("*/*.safetensors"))
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (NARROW,), GROUPS])
@@ -51,9 +50,9 @@ def test_a_new_engine_goes_on_where_an_old_one_ended(groups, length, tmp_path):
 
 def test_a_window_keeps_only_what_is_needed_to_go_on(tmp_path):
     run(engine((NARROW,), prefix_cache_folder=tmp_path), ids(400))
-    assert len(files(tmp_path)) == 1
+    assert len(pages(tmp_path)) == 1
     run(engine((WIDE,), prefix_cache_folder=tmp_path), ids(400))
-    assert len(files(tmp_path)) == 1 + 3 - 1  # page 5 of the first group has that name too
+    assert len(pages(tmp_path)) == 1 + 3 - 1  # page 5 of the first group has that name too
 
 
 def test_the_same_question_is_found_although_its_answer_was_long(tmp_path):
@@ -75,23 +74,39 @@ def test_rows_that_depend_on_the_prompt_length_keep_to_it_on_disk(tmp_path):
     assert cached == [0, 0, 128]
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "gone", "other"])
-@pytest.mark.parametrize("at", [0, 2, 4])
-def test_a_damaged_page_is_a_miss(damage, at, tmp_path):
-    first = engine((FULL,), prefix_cache_folder=tmp_path)
-    run(first, ids(330))
-    node, chain = first.scheduler.prefix.root, []
+def chain_of(target) -> list[bytes]:
+    """Names of the pages of the only request so far."""
+    node, chain = target.scheduler.prefix.root, []
     while node.children:
         (node,) = node.children.values()
-        chain.append(next(tmp_path.glob(f"*/{node.digest.hex()}.0.*safetensors")))
+        chain.append(node.digest)
+    return chain
+
+
+def spoil(damage: str, at: folders.Held, other: folders.Held) -> None:
+    """Damage a page, in the way of another one where that is asked for."""
+    content = bytearray(at.path.read_bytes())
+    content[at.start + 100] ^= 4
+    if damage == "other":
+        content[at.start : at.end] = other.path.read_bytes()[other.start : other.end]
+    new = {"cut": content[: at.end - 8], "empty": b"", "head": b"x" + content[1:]}
+    at.path.unlink() if damage == "gone" else at.path.write_bytes(new.get(damage, content))
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "other", "empty", "head", "gone"])
+@pytest.mark.parametrize("at", [0, 2, 4])
+@pytest.mark.parametrize("together", [1, 2, 16])
+def test_a_damaged_page_is_a_miss(damage, at, together, tmp_path, monkeypatch):
+    monkeypatch.setattr(prefix_disk, "FILE", together * 1024)
+    first = engine((FULL,), prefix_cache_folder=tmp_path)
+    run(first, ids(330))
+    chain = [folders.page(tmp_path, digest) for digest in chain_of(first)]
+    assert len({held.path for held in chain}) == -(-5 // together)
     target = engine((FULL,), prefix_cache_folder=tmp_path, max_num_batched_tokens=80)
-    content = chain[at].read_bytes()
-    flipped = bytearray(content)
-    flipped[-100] ^= 4
-    new = {"flip": bytes(flipped), "cut": content[:-8], "empty": b"", "other": chain[at - 1].read_bytes()}
-    chain[at].unlink() if damage == "gone" else chain[at].write_bytes(new[damage])
+    spoil(damage, chain[at], chain[at - 1])
     (request,) = run(target, ids(330))
-    assert request.cached == at * PAGE_SIZE
+    whole = at // together * together if damage in ("empty", "head", "gone") else at
+    assert request.cached == whole * PAGE_SIZE
     assert target.prefix_stats.damaged == (damage != "gone")
     assert_right(request, target)
     # written anew when the request ended
@@ -115,23 +130,18 @@ def test_pages_from_disk_are_copied_together(groups, tmp_path):
 
 @pytest.mark.parametrize("damage", ["flip", "form"])
 @pytest.mark.parametrize("at", [[1], [20], [39], [30, 17]])
-def test_damage_amid_many_pages_is_a_miss_from_there_on(damage, at, tmp_path):
+def test_damage_amid_many_pages_is_a_miss_from_there_on(damage, at, tmp_path, monkeypatch):
+    monkeypatch.setattr(prefix_disk, "FILE", 1 if damage == "form" else prefix_disk.FILE)
     first = engine((FULL,), limit=4096, prefix_cache_folder=tmp_path)
     run(first, ids(LONG))
-    node, chain = first.scheduler.prefix.root, []
-    while node.children:
-        (node,) = node.children.values()
-        chain.append(node.digest)
+    chain = chain_of(first)
     target = engine((FULL,), limit=4096, prefix_cache_folder=tmp_path)
     disk = DiskPages(tmp_path, "hash", 10**9)
     for page in at:
         if damage == "form":
             disk.write(chain[page], 0, {"rows": torch.zeros(128, dtype=torch.int64)}, chain[page - 1])
-            continue
-        (path,) = tmp_path.glob(f"*/{chain[page].hex()}.0.*safetensors")
-        content = bytearray(path.read_bytes())
-        content[-100] ^= 4
-        path.write_bytes(content)
+        else:
+            spoil(damage, folders.page(tmp_path, chain[page]), folders.page(tmp_path, chain[0]))
     request = target.make("a", ids(LONG), GREEDY)
     target.add(request)
     while not target._executor.writes:
@@ -166,7 +176,7 @@ def test_a_reset_deletes_and_a_failed_request_leaves_nothing(tmp_path):
     target = engine((FULL,), prefix_cache_folder=tmp_path)
     prompt = [t for t in ids(300) if t != 90][:200]
     run(target, prompt)
-    assert len(files(tmp_path)) == 3
+    assert len(pages(tmp_path)) == 3
     target._executor.poison = 90
     run(target, [*prompt, 90])
     assert files(tmp_path) == []
@@ -199,13 +209,13 @@ def name(number: int) -> bytes:
 def test_the_folder_stays_within_its_capacity(tmp_path):
     now = [1e9]
 
-    def pages(identity: str, capacity: int) -> DiskPages:
+    def opened(identity: str, capacity: int) -> DiskPages:
         return DiskPages(tmp_path, identity, capacity, clock=lambda: now[0])
 
-    disk = pages("m", 10**6)
+    disk = opened("m", 10**6)
     disk.write(name(0), 0, page(0))
     size = disk.size
-    disk = pages("m", 3 * size)
+    disk = opened("m", 3 * size)
     for i in range(1, 3):
         now[0] += 1
         disk.write(name(i), 0, page(i))
@@ -219,20 +229,20 @@ def test_the_folder_stays_within_its_capacity(tmp_path):
     now[0] += 1
     disk.touch([name(3)], 0)
     disk.date()
-    other = pages("another", 2 * size)
+    other = opened("another", 2 * size)
     assert [len(files(tmp_path)), len(other)] == [2, 2]
     found = disk.read(name(3), 0)
     assert found is not None
     assert all(torch.equal(held, page(3)[key]) for key, held in found.items())
     assert disk.read(name(2), 0) is None
     assert (disk.damaged, disk.failures) == (0, 0)
-    pages("m", 0)
+    opened("m", 0)
     assert files(tmp_path) == []
 
 
 def test_half_written_files_of_killed_processes_go(tmp_path):
     DiskPages(tmp_path, "m", 10**6).write(NAME, 0, page(0))
-    old, new = (files(tmp_path)[0].with_name(f"{NAME.hex()}.1.safetensors.{n * 16}.tmp") for n in "ab")
+    old, new = (files(tmp_path)[0].with_name(f"{n * 32}.pages.tmp") for n in "ab")
     for draft in (old, new):
         draft.write_bytes(b"x")
     os.utime(old, (0, 0))
@@ -243,8 +253,8 @@ def test_half_written_files_of_killed_processes_go(tmp_path):
 def test_a_draft_has_a_name_of_its_own(tmp_path, monkeypatch):
     """Two engines of a process, or of two containers with equal process numbers, may write one page at once."""
     drafts = []
-    write = Path.write_bytes
-    monkeypatch.setattr(Path, "write_bytes", lambda path, content: drafts.append(path) or write(path, content))
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda path, to: drafts.append(path) or replace(path, to))
     for disk in (DiskPages(tmp_path, "m", 10**6), DiskPages(tmp_path, "m", 10**6)):
         disk.write(NAME, 0, page(0))
     assert len({draft.name for draft in drafts}) == 2
@@ -252,8 +262,8 @@ def test_a_draft_has_a_name_of_its_own(tmp_path, monkeypatch):
 
 def test_files_that_are_no_pages_are_left_alone(tmp_path):
     """As in a folder that holds models too."""
-    others = [tmp_path / "model" / "model.safetensors", tmp_path / ("a" * 32) / "model-1.0.safetensors"]
-    others += [tmp_path / "model" / f"{NAME.hex()}.0.safetensors", tmp_path / "model" / "x.tmp"]
+    others = [tmp_path / "model" / "model.safetensors", tmp_path / ("a" * 32) / "model-1.0.pages"]
+    others += [tmp_path / "model" / "bm5ubm5ubm4.0.80.40...pages", tmp_path / "model" / "x.tmp"]
     for other in others:
         other.parent.mkdir(exist_ok=True)
         other.write_bytes(b"weights")
@@ -269,7 +279,7 @@ def test_a_file_that_goes_while_the_folder_is_read_is_not_there(tmp_path, monkey
     disk = DiskPages(tmp_path, "m", 10**6)
     disk.write(NAME, 0, page(0))
     there = files(tmp_path)
-    monkeypatch.setattr(Path, "glob", lambda *_: [*there, there[0].with_name(f"{NAME.hex()}.7.safetensors")])
+    monkeypatch.setattr(Path, "glob", lambda *_: [*there, there[0].with_name("bm5ubm5ubm4.7.80.40...pages")])
     assert len(DiskPages(tmp_path, "m", 10**6)) == 1
 
 
@@ -323,13 +333,14 @@ def test_one_wrong_bit_anywhere_is_found(tmp_path):
     small = {"a": torch.ones(2, 3, dtype=torch.bfloat16)}
     disk.write(NAME, 0, small)
     content = files(tmp_path)[0].read_bytes()
+    spare = range(content.index(b"\n") + 33, folders.page(tmp_path, NAME).start)
     for at in range(len(content)):
         wrong = bytearray(content)
         wrong[at] ^= 1 << at % 8
         disk.write(NAME, 0, small)
         files(tmp_path)[0].write_bytes(bytes(wrong))
         found = disk.read(NAME, 0)
-        assert found is None or (at < len(content) - 12 and torch.equal(found["a"], small["a"]))
+        assert found is None or (at in spare and torch.equal(found["a"], small["a"]))
 
 
 def test_a_page_read_from_disk_is_found_although_its_place_was_a_branch(tmp_path):
@@ -355,11 +366,11 @@ def test_a_page_read_from_disk_is_found_although_its_place_was_a_branch(tmp_path
 
 def assert_folder(target, folder: Path) -> None:
     """What is on disk is what is known of it, and every page can be found."""
-    stats, there = target.prefix_stats, files(folder)
-    assert (stats.disk_pages, stats.disk_bytes) == (len(there), sum(file.stat().st_size for file in there))
-    parts = [file.name.split(".") for file in there]
-    whole = {name[0][:16] for name in parts if name[1] == "0"}
-    assert all(name[2] in whole for name in parts if len(name) == 4)
+    stats, there = target.prefix_stats, pages(folder)
+    assert stats.disk_pages == len(there)
+    assert stats.disk_bytes == sum(file.stat().st_size for file in files(folder))
+    whole = {digest for digest, group in there if group == 0}
+    assert all(held.parent in whole for held in there.values() if held.parent)
     assert (stats.damaged, stats.disk_failures) == (0, 0)
 
 

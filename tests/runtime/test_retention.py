@@ -13,19 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_compile.errors import BadOption, BadRequest
-from deepinfer_compile.runtime import options
+from deepinfer_compile.runtime import options, prefix_disk
 from deepinfer_compile.runtime.batch import PAGE_SIZE
 from deepinfer_compile.runtime.disk import DiskPages
-from deepinfer_compile.runtime.disk_index import DiskIndex
+from deepinfer_compile.runtime.disk_files import name_of
+from deepinfer_compile.runtime.disk_index import DiskIndex, PageFile
 from deepinfer_compile.runtime.engine import Engine
 from deepinfer_compile.runtime.options import DAY, EngineOptions
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.request import Request
 from tests.runtime.fakes import FULL, NARROW, WIDE
+from tests.runtime.folders import files, pages
 from tests.runtime.sharing import assert_right, engine, ids, run
 
 START = 1.7e9
-FILE = 500
+FILE = 400
 """More than a small page's file takes, and less than two."""
 
 
@@ -47,10 +49,6 @@ def ask(folder: Path, prompt: list[int], retention: str = "chat", groups=(FULL,)
     return request, target
 
 
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*/*.safetensors"))
-
-
 @pytest.mark.parametrize(("retention", "days"), [("chat", 7), ("agent", 3)])
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WIDE), (NARROW,)])
 def test_a_class_is_kept_for_its_days_after_the_last_use(retention, days, groups, now, tmp_path):
@@ -65,10 +63,10 @@ def test_what_two_classes_share_is_kept_for_the_longer_one(now, tmp_path):
     shared = ids(128)
     for seed, retention in ((1, "chat"), (2, "agent")):
         ask(tmp_path, [*shared, *ids(80, seed)], retention)
-    assert len(files(tmp_path)) == 4
+    assert len(pages(tmp_path)) == 4
     now[0] += 3 * DAY
     target = engine((FULL,), prefix_cache_folder=tmp_path)
-    assert len(files(tmp_path)) == 3
+    assert len(pages(tmp_path)) == 3
     assert target.prefix_stats.disk_expired == 1
     assert ask(tmp_path, [*shared, *ids(80, 2)], "agent")[0].cached == 128
     now[0] += 4 * DAY - 1  # the agent's last use was for three days, the chat's ends in a second
@@ -99,9 +97,9 @@ def test_a_hit_in_memory_is_a_use_too(now, tmp_path):
 def test_a_new_end_of_a_shorter_class_takes_no_time_from_what_it_hangs_on(now, tmp_path):
     """The end at 256 adds files of WIDE to pages of a longer chat."""
     ask(tmp_path, ids(400), "chat", (FULL, WIDE))
-    before = len(files(tmp_path))
+    before = len(pages(tmp_path))
     ask(tmp_path, ids(270), "agent", (FULL, WIDE))
-    assert len(files(tmp_path)) > before
+    assert len(pages(tmp_path)) > before
     now[0] += 7 * DAY - 1
     assert ask(tmp_path, ids(400), "chat", (FULL, WIDE))[0].cached == 384
 
@@ -146,28 +144,35 @@ def test_no_file_is_believed_beyond_the_longest_class(claim, wait, cached, now, 
     assert run(target, ids(200))[0].cached == cached
 
 
-def test_pages_that_nothing_leads_to_are_deleted_when_a_folder_is_opened(now, tmp_path):
+@pytest.mark.parametrize("together", [1, 2, 16])
+def test_pages_that_nothing_leads_to_are_deleted_when_a_folder_is_opened(together, now, tmp_path, monkeypatch):
+    monkeypatch.setattr(prefix_disk, "FILE", together * 1024)
     ask(tmp_path, ids(400))
-    before = files(tmp_path)
-    chain = [next(file for file in before if len(file.name.split(".")) == 3)]
+    before = pages(tmp_path)
+    chain = [name for (name, _), held in before.items() if not held.parent]
     while len(chain) < len(before):
-        above = chain[-1].name[:16]
-        chain.append(next(file for file in before if file.name.split(".")[2] == above))
-    chain[3].unlink()
-    strange = [tmp_path / chain[0].parent.name / f"{c * 64}.0.{o * 16}.safetensors" for c, o in ("ab", "ba", "cc")]
-    for file in strange:  # two that lead to each other, and one to itself
-        file.write_bytes(b"x")
+        chain += [name for (name, _), held in before.items() if held.parent == chain[-1]]
+    lost = before[chain[3], 0].path
+    kept = {name for name in chain[:3] if before[name, 0].path != lost}
+    lost.unlink()
+    home = f"{lost.parent.name}/"
+    a, b, c, d, e = (home + letter * 16 for letter in "abcde")
+    # two that lead to each other, one to itself, and one with a page twice
+    for shown, above in (([a], b), ([b], a), ([e], e), ([d, c, d], "")):
+        file = tmp_path / name_of(home[:-1], 0, 64, 64, above, shown)
+        file.write_bytes(bytes(64 + 64 * len(shown)))
         os.utime(file, (now[0], now[0] + 1))
     target = engine((FULL,), prefix_cache_folder=tmp_path)
-    assert files(tmp_path) == sorted(chain[:3])
-    assert target.prefix_stats.disk_bytes == sum(file.stat().st_size for file in chain[:3])
-    assert run(target, ids(400))[0].cached == 3 * PAGE_SIZE
+    assert {name for name, _ in pages(tmp_path)} == {*kept, "d" * 16, "c" * 16}
+    assert target.prefix_stats.disk_bytes == sum(file.stat().st_size for file in files(tmp_path))
+    assert run(target, ids(400))[0].cached == len(kept) * PAGE_SIZE
 
 
-def test_a_damaged_page_takes_what_hangs_on_it(now, tmp_path):
+def test_a_damaged_page_takes_what_hangs_on_it(now, tmp_path, monkeypatch):
+    monkeypatch.setattr(prefix_disk, "FILE", 1)
     ask(tmp_path, ids(400))
     target = engine((FULL,), prefix_cache_folder=tmp_path)
-    (first,) = (file for file in files(tmp_path) if len(file.name.split(".")) == 3)
+    (first,) = (held.path for held in pages(tmp_path).values() if not held.parent)
     first.write_bytes(b"")
     request = target.make("r", ids(400), SamplingParams())
     target.add(request)
@@ -217,15 +222,16 @@ def test_ends_go_before_what_they_hang_on_and_no_page_for_its_own_end(tmp_path):
 
 
 @pytest.mark.parametrize("room", range(1, 12))
-def test_with_windows_whole_ends_go(room, now, tmp_path):
+def test_with_windows_whole_ends_go(room, now, tmp_path, monkeypatch):
     """Of 330 tokens and 60 more pages 0 to 5 are on disk, and of WIDE those before 320 and 384: 2, 3, 4, 5."""
+    monkeypatch.setattr(prefix_disk, "FILE", 1)
     long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     run(engine((FULL, WIDE), prefix_cache_folder=tmp_path), ids(330), params=long)
     size = max(file.stat().st_size for file in files(tmp_path))
-    assert len(files(tmp_path)) == 6 + 4
+    assert len(files(tmp_path)) == len(pages(tmp_path)) == 6 + 4
     target = engine((FULL, WIDE), prefix_cache_folder=tmp_path, prefix_cache_bytes=room * size + 10)
     kept = {10: 10, 11: 10}.get(room, 8 if room >= 8 else 0)
-    assert len(files(tmp_path)) == kept
+    assert len(pages(tmp_path)) == kept
     assert target.prefix_stats.disk_bytes == sum(file.stat().st_size for file in files(tmp_path))
     (request,) = run(target, ids(330))
     assert request.cached == (320 if kept else 0)
@@ -250,7 +256,8 @@ def test_no_page_is_left_that_nobody_finds_and_the_bound_holds(steps, capacity):
         disk = opened()
         for what, i in steps:
             time[0] += 1
-            path = next(root.glob(f"*/{name(i).hex()}.*"), None)
+            held_there = pages(root).get((name(i)[:8].hex(), 0)) if what in ("read", "damage") else None
+            path = held_there.path if held_there else None
             if what == "write":
                 disk.write(name(i), 0, small(i), name(i // 2) if i > 1 else b"", time[0] + 3 * i)
             elif what == "read":
@@ -276,18 +283,18 @@ def test_no_page_is_left_that_nobody_finds_and_the_bound_holds(steps, capacity):
 
 
 def check(disk: DiskPages, root: Path, capacity: int) -> None:
-    there = {file.name[:2]: file for file in root.glob("*/*")}
-    assert disk.size == sum(file.stat().st_size for file in there.values()) <= capacity
+    there = {int(name[:2], 16) for name, _ in pages(root)}
+    assert disk.size == sum(file.stat().st_size for file in files(root)) <= capacity
     assert len(disk) == len(there)
-    numbers = {int(key, 16) for key in there}
-    assert all(number == 1 or number // 2 in numbers for number in numbers)
+    assert all(number == 1 or number // 2 in there for number in there)
     assert not disk.failures
 
 
 def test_an_index_finds_the_expired_however_often_they_were_kept_longer():
     index = DiskIndex()
     for i, until in enumerate((5.0, 1.0, 3.0)):
-        index.add(str(i), "", 0, 10, until)
+        index.add(PageFile(str(i), 0, "", 2, 8, [str(i)]), until)
+    assert (index.pages, index.size) == (3, 30)
     index.touch("1", 9.0)
     index.touch("2", 2.0)
     assert index.expired(2.9) == ""
@@ -298,4 +305,4 @@ def test_an_index_finds_the_expired_however_often_they_were_kept_longer():
     assert index.deadline() == 9.0
     assert index.expired(8.9) == ""
     assert index.expired(9.0) == "1"
-    assert [len(index.remove("1")), index.files, index.size] == [1, 0, 0]
+    assert [len(index.remove("1")), index.pages, index.size] == [1, 0, 0]

@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from deepinfer_compile.errors import RankLost
 from deepinfer_compile.runtime.engine import EngineOptions
 from deepinfer_compile.runtime.mail import END, LOST, Message
-from deepinfer_compile.runtime.page_rows import Form
 from deepinfer_compile.runtime.ranks import Ranks
 from deepinfer_compile.runtime.roles import DECODE, PREFILL
 from deepinfer_compile.runtime.unit import Unit
@@ -86,13 +84,6 @@ class UnitModel(HashExecutor):
         except BaseException:
             self.ranks.lost = self.ranks.lost or f"{what} of this rank ended early"
             raise
-
-    def page_form(self, group: int) -> Form:
-        return Form.of({"rows": (torch.int64, self.caches[group].shape[1:])})
-
-    def read_pages(self, group: int, pages: list[int]) -> Tensor:
-        rows = torch.from_numpy(self.caches[group][np.array(pages, dtype=np.int64)].view(np.uint8).copy())
-        return rows.view(len(pages), self.page_form(group).size)
 
 
 class Units:
