@@ -37,7 +37,8 @@ class Reading:
     """Pages on their way from disk.
 
     sizes: bytes of each, as planned. began: when it was ordered. rows: what came, by page. read: what came from files.
-    seconds: until the last page. dropped: nobody waits for the rest. heard: when the last page came.
+    seconds: until the last page. dropped: nobody waits for the rest. heard: when the last page came. known: what was in
+    the pools when it was ordered, of whoever ordered it.
     """
 
     pages: Sequence[Page]
@@ -48,6 +49,7 @@ class Reading:
     done: bool = False
     dropped: bool = False
     seconds: float = 0.0
+    known: object = None
 
     def __post_init__(self) -> None:
         self.heard = self.began

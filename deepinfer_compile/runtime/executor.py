@@ -22,6 +22,7 @@ from deepinfer_compile.runtime.drawing import Draw, Numbers
 from deepinfer_compile.runtime.kept import in_prompt, kept_inputs
 from deepinfer_compile.runtime.kernel_blocks import StepState
 from deepinfer_compile.runtime.page_rows import Form, PageRows, host_memory, in_one
+from deepinfer_compile.runtime.staging import PINNED, Staging
 
 STAGING = 32 << 20
 """Bytes of pages that are copied into the caches together, about; so many go to the device while the next are brought
@@ -174,6 +175,7 @@ class BundleExecutor:
         self.reads_hint = any("context_hint" in program.place for program in programs.values())
         self.groups = tuple(self._group(g, window) for g, window in enumerate(windows))
         self.allocated: dict[str, Tensor] = {}
+        self._staging: Staging | None = None
 
     def _group(self, index: int, window: int) -> CacheGroup:
         caches = next(iter(self.programs.values())).caches
@@ -217,10 +219,9 @@ class BundleExecutor:
 
     def host_memory(self, size: int) -> Tensor:
         """See `Executor`."""
-        # of torch, which makes such memory once and gives it out again when the device has read it
-        return (
-            torch.empty(size, dtype=torch.uint8, pin_memory=True) if self.device.type == "cuda" else host_memory(size)
-        )
+        if self.device.type == "cuda" and self._staging is None:
+            self._staging = Staging(torch.empty(PINNED, dtype=torch.uint8, pin_memory=True))
+        return self._staging.take(size) if self._staging is not None else host_memory(size)
 
     def write_pages(self, group: int, pages: Sequence[int], rows: Sequence[PageRows]) -> int:
         """See `Executor`."""
@@ -235,6 +236,8 @@ class BundleExecutor:
                 batch = contents[first : first + most]
                 self._write(caches, form, pages[done : done + len(batch)], batch)
                 done += len(batch)
+        if self._staging is not None:
+            self._staging.copied()
         return done
 
     def _write(self, caches: Mapping[str, Tensor], form: Form, pages: Sequence[int], contents: list[Tensor]) -> None:

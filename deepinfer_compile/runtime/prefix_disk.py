@@ -48,9 +48,6 @@ PATIENCE = 60.0
 """Seconds that a change of the model waits for what is queued for disk."""
 FILE = 1 << 20
 """Bytes that a file should have at most: more make a disk no faster, and leave it later."""
-AHEAD = [1 << power for power in range(20, 27)]
-"""Bytes of memory for readings that is made before a request waits: it stays with who gave it, and that of a device
-takes milliseconds to make."""
 NAMED = 256
 """Pages that are named and looked for together."""
 TRIES = 2
@@ -90,8 +87,7 @@ class DiskTier:
     def __init__(self, disk: DiskPages, rows: Rows, keep: Mapping[str, float]) -> None:
         self._disk, self._rows, self._keep = disk, rows, keep
         self.work = DiskThread(disk, memory=rows.host_memory)
-        for size in AHEAD:
-            rows.host_memory(size)
+        rows.host_memory(1)  # made before a request waits for it
         self._restored = 0
         self._leaving: deque[Iterator[int]] = deque()
         self._readings: dict[Request, list[Reading]] = {}
@@ -196,7 +192,7 @@ class DiskTier:
         known = request in self._settled or request in self._readings
         if not known and not self.work.off and self._staged() < STAGED:
             begin = time.perf_counter()
-            request.spent(self._begin(request, self._lacking(tree, request, {})) - begin)
+            request.spent(self._begin(tree, request, self._lacking(tree, request, {})) - begin)
 
     def waits(self, request: Request) -> bool:
         """Whether a request is known to wait, for its own pages or for room in memory to read them."""
@@ -218,10 +214,10 @@ class DiskTier:
         begin = time.perf_counter()
         readings = self._readings.get(request, [])
         came = {page: rows for held in readings for page, rows in held.rows.items()}
-        more = self._lacking(tree, request, came) if len(readings) < TRIES else []
+        more = self._lacking(tree, request, came) if self._may_lack(tree, request, readings) else []
         if more and not self.work.off:
             if readings or self._staged() < STAGED:
-                request.spent(self._begin(request, more) - begin)
+                request.spent(self._begin(tree, request, more) - begin)
             else:
                 self._hungry.add(request)
                 request.spent(time.perf_counter() - begin)
@@ -267,12 +263,19 @@ class DiskTier:
         )[1]
         return [page for pages in missing for page in pages.values() if page not in came]
 
-    def _begin(self, request: Request, pages: list[Page]) -> float:
+    def _may_lack(self, tree: PrefixCache, request: Request, readings: Sequence[Reading]) -> bool:
+        """Whether it is worth to look for more pages: not where all came, and the pools are as they were then."""
+        last = readings[-1] if readings else None
+        whole = last is not None and len(last.rows) == len(last.pages) and last.known is tree.look(request)[0]
+        return len(readings) < TRIES and not whole
+
+    def _begin(self, tree: PrefixCache, request: Request, pages: list[Page]) -> float:
         """Begin to read pages; when that was."""
         self._hungry.discard(request)
         if not pages:
             return time.perf_counter()
         reading = self.work.read(pages, self._until(request))
+        reading.known = tree.look(request)[0]
         self._readings.setdefault(request, []).append(reading)
         return reading.began
 
