@@ -141,6 +141,11 @@ class DiskPages:
                 return rows
         return None
 
+    def expect(self, span: Span) -> None:
+        """Pages are read soon: the disk may begin with them."""
+        with suppress(OSError):  # for whoever reads them
+            disk_files.expect(self.folder / span.file.name)
+
     def read_span(self, span: Span, into: Tensor) -> list[PageRows]:
         """Read pages that lie one behind the other, up to the first that is damaged or gone, which is there no more
         then, and with it those behind it. Several threads may read at once, while nothing else happens here; `touch`

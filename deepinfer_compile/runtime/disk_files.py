@@ -139,6 +139,17 @@ def form_of(line: bytes, stride: int) -> Form | None:
     return form if form.size == stride else None
 
 
+def expect(path: Path) -> None:
+    """Have the system bring a file to its memory, so that a thread that checks one file does not keep the disk from the
+    next. Raises OSError."""
+    if hasattr(os, "posix_fadvise"):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(handle)
+
+
 def read_pages(
     path: Path, file: PageFile, first: int, digests: Sequence[bytes], into: Tensor
 ) -> tuple[Form | None, int]:

@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, takewhile
+from itertools import chain, islice, repeat, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -348,7 +348,8 @@ class DiskThread:
                 waiting = {page: rows for page in reading.pages if (rows := self._waiting.get(page)) is not None}
                 reading.rows |= waiting
             spans = self._disk.plan(page for page in reading.pages if page not in waiting)
-            left = iter(zip(spans, memory_of(spans, self._memory)))
+            ahead = chain(spans[READERS:], repeat(None))
+            left = iter(zip(spans, memory_of(spans, self._memory), ahead))
             others = min(READERS, len(spans)) - 1
             fault = together(lambda: self._read_next(reading, left), others, "reads for the prefix cache")
         finally:
@@ -360,11 +361,14 @@ class DiskThread:
         if fault is not None:
             raise fault
 
-    def _read_next(self, reading: Reading, left: Iterator[tuple[Span, Tensor]]) -> bool:
-        """Read the next span of what is left, which several threads share; whether there was one to read."""
-        span, into = next(left, (None, None))
+    def _read_next(self, reading: Reading, left: Iterator[tuple[Span, Tensor, Span | None]]) -> bool:
+        """Read the next span of what is left, which several threads share, while the disk begins with a later one;
+        whether there was one to read."""
+        span, into, later = next(left, (None, None, None))
         if span is None or into is None or reading.dropped or self.off or self._disk.failures:
             return False
+        if later is not None:
+            self._disk.expect(later)
         came = {(digest, span.file.group): rows for digest, rows in zip(span.digests, self._disk.read_span(span, into))}
         reading.read += came
         with self._lock:

@@ -345,12 +345,13 @@ class DiskTier:
         if settled.read is None:
             settled.read = np.zeros((tree.asked(request).count, len(tree.groups)), dtype=bool)
         for i, pages in enumerate(wanted):
-            for number, page in pages.items():
-                if number < end:
-                    tree.own(path[number], i, places[i][number])
-                    settled.size += 0 if settled.read[number, i] else came[page].nbytes
-                    settled.read[number, i] = True
-                    self._restored += 1
+            there = [number for number in pages if number < end]
+            for number in there:
+                tree.own(path[number], i, places[i][number])
+            new = np.count_nonzero(~settled.read[there, i])
+            settled.size += int(new) * (came[pages[there[0]]].nbytes if there else 0)
+            settled.read[there, i] = True
+            self._restored += len(there)
         for group, each in zip(tree.groups, taken):
             group.pool.give(each)
         if path:
