@@ -49,6 +49,7 @@ def test_pages_come_whole_although_their_memory_is_used_again_at_once(late, exec
         if late:
             torch.cuda._sleep(200_000_000)
         assert executor.write_pages(1, range(first, first + PAGES), rows) == PAGES
+        work.drop(reading)
         del rows, reading
         gc.collect()
     assert len(taken) == 1
