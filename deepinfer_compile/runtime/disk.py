@@ -24,12 +24,11 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -134,13 +133,6 @@ class DiskPages:
                 found.append(Span(file, number, [digest]))
         return found
 
-    def read(self, digest: bytes, group: int) -> PageRows | None:
-        """The tensors of a page by name, on the host; None where it is damaged or not there, see `read_span`."""
-        for span in self.plan([(digest, group)]):
-            for rows in self.read_span(span, torch.empty((1, span.file.stride), dtype=torch.uint8)):
-                return rows
-        return None
-
     def expect(self, span: Span) -> None:
         """Pages are read soon: the disk may begin with them."""
         with suppress(OSError):  # for whoever reads them
@@ -168,13 +160,6 @@ class DiskPages:
             with self._lock:
                 self.discard(span.digests[count], file.group)
         return [PageRows(form, rows) for rows in into[:count]] if form is not None else []
-
-    def write(
-        self, digest: bytes, group: int, rows: Mapping[str, Tensor], parent: bytes = b"", until: float | None = None
-    ) -> None:
-        """Keep one page, whose tensors are on the host, see `write_run`."""
-        held = PageRows.of(rows)
-        self.write_run([digest], group, held.form, held.content[None], parent, until)
 
     def write_run(
         self,

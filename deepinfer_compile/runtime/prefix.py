@@ -55,10 +55,10 @@ class PrefixStats:
     hit_tokens: tokens of their prompts (and outputs, when preempted), and those that were not computed again.
     recomputed: tokens that were, although a cache group still had their rows. evictions: pages that were needed for
     others. expired: pages idle for too long. cached: idle pages with rows now, a number per cache group.
-    restored: pages taken from disk. damaged: files there that could not be used. disk_dropped: pages that were not
+    restored: pages taken from disk. damaged: pages there that could not be used. disk_dropped: pages that were not
     written because too many waited for it. disk_failures: pages that could not be read, written or deleted; the disk
-    is not used after the first. disk_evictions, disk_expired: files deleted for their place, and because none of their
-    users needs them any more. disk_pages, disk_bytes: files there now.
+    is not used after the first. disk_evictions, disk_expired: pages deleted for their place, and because none of their
+    users needs them any more. disk_pages, disk_bytes: what is there now.
     """
 
     queries: int = 0

@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from deepinfer_compile.runtime import options
-from deepinfer_compile.runtime.disk import DiskPages
+from tests.runtime.folders import Folder
 
 
-class Slow(DiskPages):
+class Slow(Folder):
     """A disk whose reads and writes wait until they are let through. entered: one of them has begun."""
 
     def __init__(self, *args, **options) -> None:

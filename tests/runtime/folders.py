@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from deepinfer_compile.runtime.disk import DiskPages
 from deepinfer_compile.runtime.disk_files import read_name
 from deepinfer_compile.runtime.disk_thread import DiskThread
 from deepinfer_compile.runtime.page_rows import PageRows
 
 LATER = 1e11
+
+
+class Folder(DiskPages):
+    """Pages of which each has a file of its own, or that are asked for one by one."""
+
+    def read(self, digest: bytes, group: int) -> PageRows | None:
+        """The tensors of a page by name, on the host; None where it is damaged or not there."""
+        for span in self.plan([(digest, group)]):
+            for rows in self.read_span(span, torch.empty((1, span.file.stride), dtype=torch.uint8)):
+                return rows
+        return None
+
+    def write(
+        self, digest: bytes, group: int, rows: Mapping[str, Tensor], parent: bytes = b"", until: float | None = None
+    ) -> None:
+        """Keep one page, whose tensors are on the host."""
+        held = PageRows.of(rows)
+        self.write_run([digest], group, held.form, held.content[None], parent, until)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_compile.runtime import disk_files
-from deepinfer_compile.runtime.disk import APART, DiskPages
+from deepinfer_compile.runtime.disk import APART
 from deepinfer_compile.runtime.disk_files import MOST, form_of, line_of, name_of, read_name
 from deepinfer_compile.runtime.page_rows import Form, PageRows
-from tests.runtime.folders import files, page, pages
+from tests.runtime.folders import Folder, files, page, pages
 
 START = 1.7e9
 FORM = Form.of({"a": (torch.float32, (64, 1)), "b": (torch.uint8, (3,))})
@@ -30,7 +30,7 @@ def content(numbers: range) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.uint8)[:, None].expand(-1, FORM.size).contiguous()
 
 
-def write(disk: DiskPages, numbers: range, until: float | None = None, parent: int = 0, group: int = 0) -> None:
+def write(disk: Folder, numbers: range, until: float | None = None, parent: int = 0, group: int = 0) -> None:
     """A run of pages that hang on page `parent`, 0 for none."""
     above = name(parent) if parent else b""
     disk.write_run([name(i) for i in numbers], group, FORM, content(numbers), above, until)
@@ -41,8 +41,8 @@ def is_page(rows: PageRows | None, number: int) -> bool:
 
 
 @pytest.fixture
-def disk(tmp_path) -> DiskPages:
-    return DiskPages(tmp_path, "m", 10**6, spans=(None, 3), clock=lambda: START)
+def disk(tmp_path) -> Folder:
+    return Folder(tmp_path, "m", 10**6, spans=(None, 3), clock=lambda: START)
 
 
 def test_any_part_of_a_run_is_read(disk, tmp_path):
@@ -92,7 +92,7 @@ def test_a_run_is_cut_where_its_pages_go_and_keeps_its_times(disk, tmp_path):
     assert (path.stat().st_size, path.stat().st_mtime) == (full - 3 * FORM.size, START + 50)
     assert [disk.has(name(i), 0) for i in range(1, 9)] == [True] * 5 + [False] * 3
     assert disk.size == path.stat().st_size
-    again = DiskPages(tmp_path, "m", 10**6, clock=lambda: START)
+    again = Folder(tmp_path, "m", 10**6, clock=lambda: START)
     assert len(again) == 5
     assert is_page(again.read(name(5), 0), 5)
     write(again, range(6, 9), parent=5)
@@ -104,9 +104,9 @@ def test_a_run_is_cut_where_its_pages_go_and_keeps_its_times(disk, tmp_path):
 
 
 def test_what_another_process_cut_is_not_made_longer(tmp_path):
-    one = DiskPages(tmp_path, "m", 10**6)
+    one = Folder(tmp_path, "m", 10**6)
     write(one, range(1, 9))
-    other = DiskPages(tmp_path, "m", 10**6)
+    other = Folder(tmp_path, "m", 10**6)
     (path,) = files(tmp_path)
     one.remove(name(3))
     short = path.stat().st_size
@@ -131,7 +131,7 @@ def test_a_page_that_is_written_again_takes_those_behind_it_from_its_file(disk, 
 def test_pages_that_are_kept_for_a_shorter_time_get_a_file_of_their_own(cut, tmp_path):
     """As when others go on with the first pages of a long request."""
     now = [START]
-    disk = DiskPages(tmp_path, "m", 10**6, longest=10 * APART, clock=lambda: now[0])
+    disk = Folder(tmp_path, "m", 10**6, longest=10 * APART, clock=lambda: now[0])
     write(disk, range(1, 9), START + 2 * APART)
     disk.touch([name(i) for i in range(1, cut + 1)], START + 2.5 * APART)
     disk.date()
@@ -141,7 +141,7 @@ def test_pages_that_are_kept_for_a_shorter_time_get_a_file_of_their_own(cut, tmp
     assert len(files(tmp_path)) == 2
     assert disk.size == sum(file.stat().st_size for file in files(tmp_path))
     assert [is_page(disk.read(name(i), 0), i) for i in range(1, 9)] == [True] * 8
-    again = DiskPages(tmp_path, "m", 10**6, longest=10 * APART, clock=lambda: now[0])
+    again = Folder(tmp_path, "m", 10**6, longest=10 * APART, clock=lambda: now[0])
     assert [is_page(again.read(name(i), 0), i) for i in range(1, 9)] == [True] * 8
     now[0] += 3 * APART
     again.expire()
@@ -166,12 +166,12 @@ def test_a_damaged_run_does_not_become_two(disk, tmp_path):
 
 def test_runs_of_two_processes_that_overlap(tmp_path):
     """The longer one is taken; what hangs on the other's end is still found."""
-    one, two = DiskPages(tmp_path, "m", 10**6), DiskPages(tmp_path, "m", 10**6)
+    one, two = Folder(tmp_path, "m", 10**6), Folder(tmp_path, "m", 10**6)
     write(one, range(1, 9))
     write(two, range(1, 5))
     write(two, range(5, 15), parent=4)
     assert len(files(tmp_path)) == 3
-    again = DiskPages(tmp_path, "m", 10**6)
+    again = Folder(tmp_path, "m", 10**6)
     assert len(files(tmp_path)) == 2
     assert again.size == sum(file.stat().st_size for file in files(tmp_path))
     found = [is_page(again.read(name(i), 0), i) for i in range(1, 15)]
@@ -182,7 +182,7 @@ def test_runs_of_two_processes_that_overlap(tmp_path):
 def test_windows_hang_on_whole_contexts(disk, tmp_path):
     write(disk, range(1, 9))
     write(disk, range(6, 9), parent=5, group=1)
-    again = DiskPages(tmp_path, "m", 10**6, spans=(None, 3), clock=lambda: START)
+    again = Folder(tmp_path, "m", 10**6, spans=(None, 3), clock=lambda: START)
     assert (len(again), len(files(tmp_path))) == (11, 2)
     again.discard(name(7), 1)
     assert [again.has(name(i), 1) for i in range(6, 9)] == [True, False, False]
@@ -198,7 +198,7 @@ def test_a_file_of_another_size_is_cut_to_whole_pages(size, disk, tmp_path):
     (path,) = files(tmp_path)
     full = path.read_bytes()
     path.write_bytes(full[:size] if size <= 0 or size == 5 else full + bytes(size))
-    again = DiskPages(tmp_path, "m", 10**6, spans=(None,), clock=lambda: START)
+    again = Folder(tmp_path, "m", 10**6, spans=(None,), clock=lambda: START)
     assert len(again) == len(pages(tmp_path)) == {0: 0, 5: 0, -1: 2, 1: 3, 77: 3}[size]
     assert again.size == sum(file.stat().st_size for file in files(tmp_path))
 
@@ -297,8 +297,8 @@ def test_whatever_happens_to_runs_what_is_known_is_what_is_there(steps, capacity
     with tempfile.TemporaryDirectory() as folder:
         time, root = [START], Path(folder)
 
-        def opened() -> DiskPages:
-            return DiskPages(root, "m", capacity, longest=20 * APART, spans=(None,), clock=lambda: time[0])
+        def opened() -> Folder:
+            return Folder(root, "m", capacity, longest=20 * APART, spans=(None,), clock=lambda: time[0])
 
         disk = opened()
         for what, i in steps:

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from deepinfer_compile.runtime import disk_thread
-from deepinfer_compile.runtime.disk import DiskPages
 from deepinfer_compile.runtime.disk_thread import PART, READERS, DiskThread
 from deepinfer_compile.runtime.page_rows import in_one
 from tests.runtime.conftest import Slow
-from tests.runtime.folders import LATER, put
+from tests.runtime.folders import LATER, Folder, put
 
 NAME = b"n" * 32
 HELPER = "reads for the prefix cache"
@@ -118,7 +117,7 @@ def test_a_loop_over_many_pages_lets_a_reading_go_first_and_others_run(late, tmp
     work.close(60)
 
 
-class Together(DiskPages):
+class Together(Folder):
     """Reads return when so many threads are in them."""
 
     def read_span(self, *args):
@@ -163,7 +162,7 @@ def test_several_threads_read_many_pages(tmp_path):
     assert work.close(60)
 
 
-class Faulty(DiskPages):
+class Faulty(Folder):
     def read_span(self, span, *args):
         if self.wrong & set(span.digests):
             raise ZeroDivisionError("a mistake")
@@ -228,4 +227,4 @@ def test_the_interpreter_writes_what_waits_and_does_not_hang(way, count, tmp_pat
     command = [sys.executable, "-c", EXIT, str(tmp_path), way]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
-    assert len(DiskPages(tmp_path, "m", 10**7)) == count
+    assert len(Folder(tmp_path, "m", 10**7)) == count

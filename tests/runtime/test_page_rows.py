@@ -10,12 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepinfer_compile.runtime import executor as executing
-from deepinfer_compile.runtime.disk import DiskPages
 from deepinfer_compile.runtime.executor import BundleExecutor
 from deepinfer_compile.runtime.kernel_blocks import StepState
 from deepinfer_compile.runtime.page_rows import ALIGN, PageRows
 from deepinfer_compile.runtime.prefix_keys import Asked, digest_of, page_key
 from tests.runtime.fakes import FULL, GROUPS, NARROW, WIDE
+from tests.runtime.folders import Folder
 from tests.runtime.sharing import GREEDY, engine, ids
 
 CACHES = [
@@ -73,7 +73,7 @@ def equal(one: dict, other: dict) -> bool:
 @pytest.fixture
 def stored(tmp_path):
     """Pages 0..24 of group 1 as a disk gives them, but for two that wait in memory."""
-    source, disk = target(), DiskPages(tmp_path, "m", 10**8)
+    source, disk = target(), Folder(tmp_path, "m", 10**8)
     want = [rows_of(source, page) for page in range(25)]
     for page, rows in enumerate(want):
         disk.write(bytes([page]) * 32, 0, rows)

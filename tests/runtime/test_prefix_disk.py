@@ -14,12 +14,11 @@ import torch
 from deepinfer_compile.errors import BadOption
 from deepinfer_compile.runtime import prefix_disk
 from deepinfer_compile.runtime.batch import PAGE_SIZE
-from deepinfer_compile.runtime.disk import DiskPages
 from deepinfer_compile.runtime.engine import Engine, EngineOptions
 from deepinfer_compile.runtime.params import SamplingParams
 from tests.runtime import folders
 from tests.runtime.fakes import FULL, GROUPS, NARROW, WIDE, HashExecutor
-from tests.runtime.folders import files, pages
+from tests.runtime.folders import Folder, files, pages
 from tests.runtime.sharing import GREEDY, PLENTY, assert_pages, assert_right, assert_tree, engine, ids, run
 from tests.runtime.test_ahead import Flying
 from tests.runtime.test_prefix_runs import play
@@ -136,7 +135,7 @@ def test_damage_amid_many_pages_is_a_miss_from_there_on(damage, at, tmp_path, mo
     run(first, ids(LONG))
     chain = chain_of(first)
     target = engine((FULL,), limit=4096, prefix_cache_folder=tmp_path)
-    disk = DiskPages(tmp_path, "hash", 10**9)
+    disk = Folder(tmp_path, "hash", 10**9)
     for page in at:
         if damage == "form":
             disk.write(chain[page], 0, {"rows": torch.zeros(128, dtype=torch.int64)}, chain[page - 1])
@@ -209,8 +208,8 @@ def name(number: int) -> bytes:
 def test_the_folder_stays_within_its_capacity(tmp_path):
     now = [1e9]
 
-    def opened(identity: str, capacity: int) -> DiskPages:
-        return DiskPages(tmp_path, identity, capacity, clock=lambda: now[0])
+    def opened(identity: str, capacity: int) -> Folder:
+        return Folder(tmp_path, identity, capacity, clock=lambda: now[0])
 
     disk = opened("m", 10**6)
     disk.write(name(0), 0, page(0))
@@ -241,12 +240,12 @@ def test_the_folder_stays_within_its_capacity(tmp_path):
 
 
 def test_half_written_files_of_killed_processes_go(tmp_path):
-    DiskPages(tmp_path, "m", 10**6).write(NAME, 0, page(0))
+    Folder(tmp_path, "m", 10**6).write(NAME, 0, page(0))
     old, new = (files(tmp_path)[0].with_name(f"{n * 32}.pages.tmp") for n in "ab")
     for draft in (old, new):
         draft.write_bytes(b"x")
     os.utime(old, (0, 0))
-    assert len(DiskPages(tmp_path, "m", 10**6)) == 1
+    assert len(Folder(tmp_path, "m", 10**6)) == 1
     assert (old.exists(), new.exists()) == (False, True)
 
 
@@ -255,7 +254,7 @@ def test_a_draft_has_a_name_of_its_own(tmp_path, monkeypatch):
     drafts = []
     replace = Path.replace
     monkeypatch.setattr(Path, "replace", lambda path, to: drafts.append(path) or replace(path, to))
-    for disk in (DiskPages(tmp_path, "m", 10**6), DiskPages(tmp_path, "m", 10**6)):
+    for disk in (Folder(tmp_path, "m", 10**6), Folder(tmp_path, "m", 10**6)):
         disk.write(NAME, 0, page(0))
     assert len({draft.name for draft in drafts}) == 2
 
@@ -268,7 +267,7 @@ def test_files_that_are_no_pages_are_left_alone(tmp_path):
         other.parent.mkdir(exist_ok=True)
         other.write_bytes(b"weights")
         os.utime(other, (0, 0))
-    disk = DiskPages(tmp_path, "m", 0)
+    disk = Folder(tmp_path, "m", 0)
     disk.write(NAME, 0, page(0))
     disk.clear()
     assert (len(disk), disk.size) == (0, 0)
@@ -276,16 +275,16 @@ def test_files_that_are_no_pages_are_left_alone(tmp_path):
 
 
 def test_a_file_that_goes_while_the_folder_is_read_is_not_there(tmp_path, monkeypatch):
-    disk = DiskPages(tmp_path, "m", 10**6)
+    disk = Folder(tmp_path, "m", 10**6)
     disk.write(NAME, 0, page(0))
     there = files(tmp_path)
     monkeypatch.setattr(Path, "glob", lambda *_: [*there, there[0].with_name("bm5ubm5ubm4.7.80.40...pages")])
-    assert len(DiskPages(tmp_path, "m", 10**6)) == 1
+    assert len(Folder(tmp_path, "m", 10**6)) == 1
 
 
 def test_a_reset_deletes_what_another_process_wrote_meanwhile(tmp_path):
-    first, other = DiskPages(tmp_path, "m", 10**6), DiskPages(tmp_path, "m", 10**6)
-    stranger = DiskPages(tmp_path, "another", 10**6)
+    first, other = Folder(tmp_path, "m", 10**6), Folder(tmp_path, "m", 10**6)
+    stranger = Folder(tmp_path, "another", 10**6)
     for disk in (other, stranger):
         disk.write(NAME, 0, page(0))
     first.clear()
@@ -296,8 +295,8 @@ def test_a_reset_deletes_what_another_process_wrote_meanwhile(tmp_path):
 def test_a_folder_that_cannot_be_used_is_refused_and_a_failed_write_counted(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadOption, match="prefix_cache_folder"):
-        DiskPages(tmp_path / "file", "m", 10**6)
-    disk = DiskPages(tmp_path / "there", "m", 10**6)
+        Folder(tmp_path / "file", "m", 10**6)
+    disk = Folder(tmp_path / "there", "m", 10**6)
     assert (tmp_path / "there").stat().st_mode & 0o777 == 0o700
     (home,) = (tmp_path / "there").iterdir()
     assert home.stat().st_mode & 0o777 == 0o700
@@ -315,7 +314,7 @@ def test_a_file_that_cannot_be_deleted_or_touched_stops_no_one(tmp_path, monkeyp
     def refuse(*_, **__):
         raise PermissionError("read-only")
 
-    disk = DiskPages(tmp_path, "m", 10**6)
+    disk = Folder(tmp_path, "m", 10**6)
     for i in range(2):
         disk.write(name(i), 0, page(i))
     monkeypatch.setattr(os, "utime", refuse)
@@ -329,7 +328,7 @@ def test_a_file_that_cannot_be_deleted_or_touched_stops_no_one(tmp_path, monkeyp
 
 
 def test_one_wrong_bit_anywhere_is_found(tmp_path):
-    disk = DiskPages(tmp_path, "m", 10**6)
+    disk = Folder(tmp_path, "m", 10**6)
     small = {"a": torch.ones(2, 3, dtype=torch.bfloat16)}
     disk.write(NAME, 0, small)
     content = files(tmp_path)[0].read_bytes()

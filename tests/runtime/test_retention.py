@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from deepinfer_compile.errors import BadOption, BadRequest
 from deepinfer_compile.runtime import options, prefix_disk
 from deepinfer_compile.runtime.batch import PAGE_SIZE
-from deepinfer_compile.runtime.disk import DiskPages
 from deepinfer_compile.runtime.disk_files import name_of
 from deepinfer_compile.runtime.disk_index import DiskIndex, PageFile
 from deepinfer_compile.runtime.engine import Engine
@@ -23,7 +22,7 @@ from deepinfer_compile.runtime.options import DAY, EngineOptions
 from deepinfer_compile.runtime.params import SamplingParams
 from deepinfer_compile.runtime.request import Request
 from tests.runtime.fakes import FULL, NARROW, WIDE
-from tests.runtime.folders import files, pages
+from tests.runtime.folders import Folder, files, pages
 from tests.runtime.sharing import assert_right, engine, ids, run
 
 START = 1.7e9
@@ -35,7 +34,7 @@ FILE = 400
 def now(monkeypatch) -> list[float]:
     """The time that folders of engines go by."""
     time = [START]
-    monkeypatch.setattr(options, "DiskPages", partial(DiskPages, clock=lambda: time[0]))
+    monkeypatch.setattr(options, "DiskPages", partial(Folder, clock=lambda: time[0]))
     return time
 
 
@@ -192,7 +191,7 @@ def name(number: int) -> bytes:
 
 def test_expired_pages_go_before_the_longest_unused(tmp_path):
     time = [START]
-    disk = DiskPages(tmp_path, "m", 3 * FILE, clock=lambda: time[0])
+    disk = Folder(tmp_path, "m", 3 * FILE, clock=lambda: time[0])
     disk.write(name(1), 0, small(1), b"", START + 100)
     disk.write(name(2), 0, small(2), b"", START + 10)
     disk.write(name(3), 0, small(3), b"", START + 100)
@@ -205,7 +204,7 @@ def test_expired_pages_go_before_the_longest_unused(tmp_path):
 
 
 def test_ends_go_before_what_they_hang_on_and_no_page_for_its_own_end(tmp_path):
-    disk = DiskPages(tmp_path, "m", 4 * FILE, clock=lambda: START)
+    disk = Folder(tmp_path, "m", 4 * FILE, clock=lambda: START)
     for i in (1, 2, 3):
         disk.write(name(i), 0, small(i), name(i - 1) if i > 1 else b"")
     disk.touch([name(3)], 0)  # later than those above it, which another process may not have read
@@ -250,8 +249,8 @@ def test_no_page_is_left_that_nobody_finds_and_the_bound_holds(steps, capacity):
     with tempfile.TemporaryDirectory() as folder:
         time, root = [START], Path(folder)
 
-        def opened() -> DiskPages:
-            return DiskPages(root, "m", capacity * FILE, longest=50, clock=lambda: time[0])
+        def opened() -> Folder:
+            return Folder(root, "m", capacity * FILE, longest=50, clock=lambda: time[0])
 
         disk = opened()
         for what, i in steps:
@@ -282,7 +281,7 @@ def test_no_page_is_left_that_nobody_finds_and_the_bound_holds(steps, capacity):
             check(disk, root, capacity * FILE)
 
 
-def check(disk: DiskPages, root: Path, capacity: int) -> None:
+def check(disk: Folder, root: Path, capacity: int) -> None:
     there = {int(name[:2], 16) for name, _ in pages(root)}
     assert disk.size == sum(file.stat().st_size for file in files(root)) <= capacity
     assert len(disk) == len(there)
