@@ -237,7 +237,7 @@ class BundleExecutor:
                 self._write(caches, form, pages[done : done + len(batch)], batch)
                 done += len(batch)
         if self._staging is not None:
-            self._staging.copied()
+            self._staging.copied(torch.cuda.current_stream(self.device))
         return done
 
     def _write(self, caches: Mapping[str, Tensor], form: Form, pages: Sequence[int], contents: list[Tensor]) -> None:

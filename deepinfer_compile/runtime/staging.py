@@ -48,8 +48,8 @@ class Staging:
             started.synchronize()
         return torch.from_numpy(part)  # which lives as long as any view of the tensor's memory
 
-    def copied(self) -> None:
-        """Copies from parts have been started, on the current stream."""
+    def copied(self, stream: torch.cuda.Stream) -> None:
+        """Copies from parts have been started on a stream."""
         event = torch.cuda.Event()
-        event.record()
+        event.record(stream)
         self._started = event
