@@ -15,7 +15,7 @@ from deepinfer_compile.runtime.page_rows import PageRows
 Page = tuple[bytes, int]
 """The digest of a page and its cache group."""
 BLOCK = 64 << 20
-"""Bytes of memory that pages are read into, at most in one piece; more than the largest span."""
+"""Bytes of a piece of memory that pages are read into, at most, but for a span that is larger."""
 
 
 @dataclass(eq=False)
@@ -36,13 +36,13 @@ class Span:
 class Reading:
     """Pages on their way from disk.
 
-    sizes: bytes of each, as planned. began: when it was ordered. rows: what came, by page. read: what came from files.
+    size: bytes of them, as planned. began: when it was ordered. rows: what came, by page. read: what came from files.
     seconds: until the last page. dropped: nobody waits for the rest. heard: when the last page came. known: what was in
     the pools when it was ordered, of whoever ordered it.
     """
 
     pages: Sequence[Page]
-    sizes: Sequence[int]
+    size: int
     began: float
     rows: dict[Page, PageRows] = field(default_factory=dict)
     read: list[Page] = field(default_factory=list)
@@ -53,7 +53,6 @@ class Reading:
 
     def __post_init__(self) -> None:
         self.heard = self.began
-        self.size = sum(self.sizes)
 
 
 def memory_of(spans: Sequence[Span], memory: Callable[[int], Tensor]) -> list[Tensor]:

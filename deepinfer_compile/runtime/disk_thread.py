@@ -133,7 +133,7 @@ class DiskThread:
 
     def read(self, pages: Sequence[Page], until: float) -> Reading:
         """Begin to read pages, which are kept until then if not longer."""
-        reading = Reading(pages, self._disk.sizes(pages), time.perf_counter())
+        reading = Reading(pages, sum(self._disk.sizes(pages)), time.perf_counter())
         if self.off or not pages:
             reading.done = True
             return reading

@@ -7,7 +7,6 @@ import gc
 import pytest
 import torch
 
-from deepinfer_compile.runtime import staging
 from deepinfer_compile.runtime.disk import DiskPages
 from deepinfer_compile.runtime.disk_thread import DiskThread
 from deepinfer_compile.runtime.executor import BundleExecutor
@@ -21,8 +20,7 @@ PAGES, ROUNDS = 96, 6
 
 @pytest.fixture
 def executor(monkeypatch) -> BundleExecutor:
-    form_bytes = 4096
-    monkeypatch.setattr("deepinfer_compile.runtime.executor.PINNED", PAGES * form_bytes + 4096)
+    monkeypatch.setattr("deepinfer_compile.runtime.executor.PINNED", (PAGES + 1) * 4096)
     state = StepState.__new__(StepState)
     made = BundleExecutor({"decode": Program()}, [0, 7], 9, 64, 1.0, torch.device("cuda"), state, identity="m")
     made.allocate((ROUNDS * PAGES, ROUNDS * PAGES))
@@ -62,4 +60,3 @@ def test_pages_come_whole_although_their_memory_is_used_again_at_once(late, exec
     assert executor.host_memory(10).is_pinned()
     assert not executor.host_memory(PAGES * 8192).is_pinned()
     assert work.close(60)
-    assert staging.PINNED == 256 << 20
